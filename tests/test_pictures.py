@@ -123,22 +123,3 @@ def test_an_optimizer_has_one_color_paler_in_further_runs(saved):
         for run, own in (("one", "muon"), ("other", "soap"), ("again", "muon"))
         for optimizer in (own, "adam")
     }
-
-
-def test_times_are_drawn_in_milliseconds_and_outliers_do_not_flatten_them(saved):
-    points = [(step, 20.0 + step % 3) for step in range(200)]
-    points[100] = (100, 5000.0)
-    plot.draw({"run": {"muon/update_ms": points}}, "plot.png")
-    (axes,) = saved[0].axes
-    assert axes.get_title(loc="left") == "update, ms"
-    assert axes.get_ylim()[0] == 0
-    assert 22 < axes.get_ylim()[1] < 40
-
-
-def test_in_a_short_run_no_thick_line_of_times_is_cut(saved):
-    times = {"muon/update_ms": [(1, 1.0), (2, 1.0)], "adam/update_ms": [(1, 100.0), (2, 50.0)]}
-    plot.draw({"run": times}, "plot.png")
-    (axes,) = saved[0].axes
-    highest = max(value for line in axes.lines if line.get_linewidth() > 1 for value in line.get_ydata())
-    assert highest == 75
-    assert highest < axes.get_ylim()[1]

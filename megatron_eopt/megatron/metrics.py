@@ -5,21 +5,21 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.wrappers import torch_optimizers, wrappers
-from megatron_eopt.metrics import Metrics, Sampler, line, squared_norms
+from megatron_eopt.metrics import Metrics, Sample, Shares, line
+from megatron_eopt.optimizers.parameters import parameters_in
 
 
 def interval_of(config: Any, args: Any) -> int:
     """Steps from one measurement to the next; 0 for none."""
     given = getattr(config, "optimizer_metrics_interval", None)
-    if given is None:
-        return getattr(args, "log_interval", 0) or 0
-    if given < 0:
-        raise ValueError(f"--optimizer-metrics-interval is a number of steps, or 0 for none, got {given}")
-    return int(given)
+    return getattr(args, "log_interval", 0) or 0 if given is None else given
 
 
 def measure(optimizer: Any, model_chunks: Sequence[Any], interval: int, layer_wise: bool) -> None:
@@ -27,7 +27,6 @@ def measure(optimizer: Any, model_chunks: Sequence[Any], interval: int, layer_wi
     step = optimizer.step
     steps = 0
     device = next(p.device for chunk in model_chunks for p in chunk.parameters())
-    sampler = Sampler(torch_optimizers(optimizer), device)
 
     @functools.wraps(step)
     def measured_step(*args: Any, **kwargs: Any) -> Any:
@@ -37,9 +36,9 @@ def measure(optimizer: Any, model_chunks: Sequence[Any], interval: int, layer_wi
         iteration = steps if known is None else known + 1
         if iteration % interval:
             return step(*args, **kwargs)
-        sampler.begin()
+        sample = Sample(list(torch_optimizers(optimizer)), shares(optimizer, layer_wise), device)
         result = step(*args, **kwargs)
-        metrics = sampler.end(squared_gradients(optimizer, layer_wise), result[1])
+        metrics = sample.metrics(result[1])
         if result[0]:  # else Megatron has left the step out, on all ranks
             report(metrics, iteration)
         return result
@@ -47,20 +46,20 @@ def measure(optimizer: Any, model_chunks: Sequence[Any], interval: int, layer_wi
     optimizer.step = measured_step
 
 
-def squared_gradients(optimizer: Any, layer_wise: bool) -> dict[int, float]:
-    """This rank's part of squared gradient norms, by optimizers' ``id``."""
-    norms: dict[int, float] = {}
+def shares(optimizer: Any, layer_wise: bool) -> Shares:
+    """What Megatron counts in its norm of gradients."""
+    found: dict[Tensor, float] = {}
     for wrapper in wrappers(optimizer):
-        inner = list(torch_optimizers(wrapper))
-        if len(inner) != 1:  # which have one norm for all, as under Megatron-FSDP
-            return {}
         group = None if layer_wise else wrapper.get_grad_stats_parallel_group()
         ranks = dist.get_world_size() if group is None else group.size()  # those outside of the group have the same
-        gradients = wrapper.get_grads_for_grad_norm()
-        shards = [x.device_mesh.size() if isinstance(x, DTensor) else 1 for x in gradients]
-        squares = sum(n * square for n, square in zip(shards, squared_norms(gradients), strict=True))
-        norms[id(inner[0])] = squares * ranks / dist.get_world_size()
-    return norms
+        groups = getattr(wrapper, "tp_group", None), getattr(wrapper, "expert_tp_group", None)
+        for inner in torch_optimizers(wrapper):
+            for p in parameters_in(inner.param_groups):
+                counts = param_is_not_shared(p) and param_is_not_tensor_parallel_duplicate(p, *groups)
+                # the group of Megatron-FSDP has the ranks of the mesh
+                shards = p.device_mesh.size() if isinstance(p, DTensor) and not hasattr(p, "__fsdp_param__") else 1
+                found[p] = counts * shards * ranks / dist.get_world_size()
+    return found
 
 
 def report(metrics: Metrics, iteration: int) -> None:

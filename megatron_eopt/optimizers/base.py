@@ -62,7 +62,6 @@ from megatron_eopt.parallel.collectives import CollectiveError, counters, lowest
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import Layout, split_layout
 from megatron_eopt.parallel.records import TpMode
-from megatron_eopt.parallel.watched import Watched
 from megatron_eopt.parallel.workspace import Workspace
 from megatron_eopt.settings import groups as of_groups
 from megatron_eopt.settings.of_class import check_values, is_ours, misspelt, settings_of
@@ -654,7 +653,6 @@ class BaseOptimizer(Optimizer):
             session.checked = self._seen()
         if session.steps == 1:
             warn_of_fp16(self._names(), parameters)
-        engine.watched = session.watched
         ok: Flag = self._judged([*parameters, *parameters_in(session.also_groups)])
         if ok is not None and ok.device.type == "cpu":
             if not ok:
@@ -757,10 +755,6 @@ class BaseOptimizer(Optimizer):
                 f"Load both from a checkpoint (the optimizer's load_state_dict() leaves weights as they are), or build "
                 f"the optimizer anew, to go on from these weights with fresh state"
             )
-
-    def watch(self, watched: Watched | None) -> None:
-        """Report the next steps to ``watched``, or to nobody."""
-        self._session.watched = watched
 
     def skipped_steps(self) -> int:
         """How many steps were skipped; waits for the device."""

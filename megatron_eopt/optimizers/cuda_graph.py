@@ -56,8 +56,8 @@ class GraphedUpdate:
                 "step was captured with: only learning rate and weight decay may change. Turn cuda_graphs off"
             )
 
-    def __call__(self, batches: Sequence[Batch], watched: bool) -> None:
-        """Update as ``update`` would, by itself in a step that is watched; call :meth:`check` before."""
+    def __call__(self, batches: Sequence[Batch]) -> None:
+        """Update as ``update`` would; call :meth:`check` before."""
         places: list[object] = [(x.data_ptr(), x.stride(), x.dtype) for batch in batches for x in batch.gradients]
         if self._fixed is not None and not self._copies and places != self._places:
             self._copies = True
@@ -74,7 +74,7 @@ class GraphedUpdate:
         if not self._copies:
             run = [replace(fixed, gradients=batch.gradients) for fixed, batch in zip(run, batches, strict=True)]
         self._steps += 1
-        if watched or self._steps <= _EAGER:
+        if self._steps <= _EAGER:
             self._update(run)
             return
         if self._replay is None:

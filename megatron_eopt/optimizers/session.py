@@ -14,7 +14,6 @@ from megatron_eopt.optimizers.nonfinite import Flag, NonFinite, WithoutGradients
 from megatron_eopt.optimizers.offload import Streamed
 from megatron_eopt.optimizers.step_kernels import StepKernels
 from megatron_eopt.parallel.engine import Engine
-from megatron_eopt.parallel.watched import Watched
 
 
 @dataclass
@@ -46,7 +45,6 @@ class Session:
     group_of: dict[Tensor, dict[str, Any]] = field(default_factory=dict)
     offloaded: dict[Tensor, bool] = field(default_factory=dict)  # whether a parameter's state is in host memory
     streamed: Streamed | None = None
-    watched: Watched | None = None
     also: Callable[[Flag], None] | None = None  # what else belongs to a step, as that of AdamW to Muon's
     also_groups: Sequence[dict[str, Any]] = ()  # whose parameters that steps
     beside: Mapping[str, Any] = MappingProxyType({})  # settings of the optimizer that does that

@@ -1,7 +1,7 @@
 """A step as a program sees it: parameters of a chunk, their state by name, and the verbs of papers."""
 
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain, islice
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.foreach import MomentumRule, Tensors
-from megatron_eopt.optimizers.modifiers import MOMENT2_BUFFER, RADIUS, holds
+from megatron_eopt.optimizers.modifiers import RADIUS, holds
 from megatron_eopt.optimizers.nonfinite import Flag
 from megatron_eopt.optimizers.rounding import store
 from megatron_eopt.optimizers.state import MOMENTUM_BUFFER
@@ -107,8 +107,6 @@ class Step:
     indices: Sequence[int]  # of the parameters, ascending
     scales: list[float]  # what multiplies the orthogonal factor of each of their logical matrices
     engine: Engine
-    # is shown the factors of logical matrices, and their scales
-    watch: Callable[[Sequence[int], Tensors, Scales], None] | None = None
     kernels: Any = None  # StepKernels, which do the elementwise work; None for torch
 
     @property
@@ -251,8 +249,6 @@ class Step:
         A scale is a number, or a tensor () of a matrix, (rows x 1) of its rows, or (1 x columns). With ``divide``
         kernels divide factors by ``sqrt(v) + eps`` before.
         """
-        if self.watch is not None:
-            self._show(factors, scales, divide)
         if self.kernels is not None:
             self._subtract_by_kernels(factors, scales, divide)
             return
@@ -272,17 +268,6 @@ class Step:
             move(shards, of_batch, next(coefficients))
             write_back(self.engine, batch.indices, batch.weights, shards)
 
-    def _show(self, factors: Tensors, scales: Scales, divide: bool) -> None:
-        """Show updates to who watches; copies where a scale is not of a whole matrix."""
-        assert self.watch is not None
-        if divide or any(isinstance(scale, Tensor) and scale.ndim for scale in scales):
-            copies = [x.to(torch.float32, copy=True) for x in factors]
-            if divide:
-                copies = self._divided(copies)
-            factors = scaled(copies, scales)
-            scales = [1.0] * len(copies)
-        self.watch(self.indices, factors, scales)
-
     def _subtract_by_kernels(self, factors: Tensors, scales: Scales, divide: bool) -> None:
         if self.batches[0].measured:  # all hold norms, else kernels do not serve
             factors = scaled(list(factors), scales)
@@ -292,11 +277,6 @@ class Step:
             self.kernels.rotate(self.batches, factors, torch.cat(coefficients).float())
         else:
             self.kernels.subtract(self.batches, factors, scales, divide)
-
-    def _divided(self, factors: list[Tensor]) -> list[Tensor]:
-        """``O / (sqrt(v) + eps)``."""
-        roots = [v.sqrt() + batch.settings["eps"] for batch in self.batches for v in batch.states(MOMENT2_BUFFER)]
-        return self.split([x / root for x, root in zip(self.merge(factors), roots, strict=True)])
 
     def _merged(self, batch: Batch, updates: Tensors) -> list[Tensor]:
         """Updates in the shapes of the weights."""

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
-from megatron_eopt.optimizers import held_norms, modifiers, muon_checks, reports, second_moment
+from megatron_eopt.optimizers import held_norms, modifiers, muon_checks, second_moment
 from megatron_eopt.optimizers.base import BaseOptimizer, fixed
 from megatron_eopt.optimizers.cuda_graph import GraphedUpdate
 from megatron_eopt.optimizers.nonfinite import Flag
@@ -305,7 +305,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             if self.cuda_graphs:
                 graphed = session.settled.graphed = session.settled.graphed or GraphedUpdate(self._run)
                 graphed.check(batches)
-                run = partial(graphed, watched=session.watched is not None)
+                run = graphed
             session.changing = True
             run(batches)
         scales = session.settled.scales or []
@@ -317,16 +317,12 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     def _run(self, batches: Sequence[Batch]) -> None:
         indices = [i for batch in batches for i in batch.indices]
-        watch = None
         engine = self._session.engine
         kernels = self._session.settled.kernels
         scales = self._session.settled.scales
         copied = self._copied()
         assert engine is not None, "prepare() made it"
         assert scales is not None, "prepare() found them"
-        if engine.watched is not None:
-            groups = list(map(self.group_of, self._parameters()))
-            watch = partial(reports.show_updates, engine.watched, engine, groups, self.predicted_rms)
 
         def on_device(step: Step) -> Program:
             if copied or kernels is None:  # kernels cast by themselves
@@ -335,7 +331,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
         def program(chunk: Sequence[int]) -> Program:
             scales_of_chunk = [scale for i in chunk for scale in scales[i]]
-            step = Step(of_parameters(batches, chunk), chunk, scales_of_chunk, engine, watch, kernels)
+            step = Step(of_parameters(batches, chunk), chunk, scales_of_chunk, engine, kernels)
             return self.streamed.around(step, on_device) if offloads else on_device(step)
 
         offloads = self.offload_fraction > 0

@@ -50,10 +50,6 @@ RESTARTS_IN_LOWER_PRECISION: dict[tuple[str, int], tuple[Restarts, Restarts]] = 
     ("cubic5", 5): ((3,), (2, 3)),
 }
 
-# Gets a step, from 0, and the Gram matrix before it, overwritten later; the norm of a matrix, if that is not 1.
-Watch = Callable[..., None]
-
-
 # (A, B, out, divisor) writes A B over a power of two to `out`
 Apply = Callable[[Tensor, Tensor, Tensor, float], object]
 
@@ -110,7 +106,7 @@ class Iteration:
             return out
         return self.run(x)
 
-    def run(self, x: Tensor, watch: Watch | None = None, out: Tensor | None = None) -> Tensor:
+    def run(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Orthogonalize at most ``chunk`` matrices, into ``out``.
 
         ``out`` may be the memory of ``x``, in the dtype of :meth:`factor_dtype`, which costs no pass. Without it the
@@ -126,7 +122,7 @@ class Iteration:
             X = X.clone(memory_format=torch.contiguous_format)
             last = None
         with self.in_precision():
-            factor = self._standard(X, watch, last) if self.restarts is None else self._gram(X, watch, last)
+            factor = self._standard(X, last) if self.restarts is None else self._gram(X, last)
         if self.transposed:
             factor = factor.mT
         if out is None:
@@ -143,7 +139,7 @@ class Iteration:
         """A context in which products have this iteration's precision."""
         return nullcontext() if self.precision is None else in_precision(self.dtype, self.precision)
 
-    def _standard(self, x: Tensor, watch: Watch | None, last: Tensor | None) -> Tensor:
+    def _standard(self, x: Tensor, last: Tensor | None) -> Tensor:
         """``X <- a X + (b A + c A^2) X``, ``A = X X^T``, for each ``(a, b, c)``, from ``x`` over its norm."""
         products = self.products
         steps = len(self.schedule)
@@ -156,8 +152,6 @@ class Iteration:
             if last is not None and step + 1 == steps:
                 Y = last
             A = products.gram(X, out=gram)
-            if watch is not None:
-                watch(step, A)
             if c == 0:
                 fused(X, A, X, beta=a, alpha=b, out=Y)
             else:
@@ -166,16 +160,16 @@ class Iteration:
             X, Y = Y, X
         return X
 
-    def _gram(self, x: Tensor, watch: Watch | None, last: Tensor | None) -> Tensor:
+    def _gram(self, x: Tensor, last: Tensor | None) -> Tensor:
         assert self.restarts is not None
         products = self.products
         keep = self.propagate_nan
         into = begins_in(last, 1 + len(self.restarts))
         if self.dtype == torch.float16:
             X = products.normalized(x, self.dtype, unit=UNIT_IN_FP16, propagate_nan=keep, into=into)
-            return iterate_gram_fp16(X, self.schedule, self.restarts, products, watch=watch, out=last)
+            return iterate_gram_fp16(X, self.schedule, self.restarts, products, out=last)
         X, _ = scaled(x, self.dtype, keep, into)
-        return iterate_gram(X, self.schedule, self.restarts, products, watch=watch, normalize=True, out=last)
+        return iterate_gram(X, self.schedule, self.restarts, products, normalize=True, out=last)
 
 
 def iterate_gram(
@@ -184,7 +178,6 @@ def iterate_gram(
     restarts: Sequence[int],
     products: Products,
     apply: Apply = multiplied,
-    watch: Watch | None = None,
     normalize: bool = False,
     divisor: float = 1.0,
     out: Tensor | None = None,
@@ -204,7 +197,7 @@ def iterate_gram(
         restarts: steps after which the Gram matrix is computed anew; ascending, below the number of steps.
         apply: computes ``Q X`` over a number, as :func:`multiplied`.
         normalize: ``X`` has any norm, as :func:`scaled` leaves it. It is divided out on the short side: its square is
-            the trace of the first Gram matrix, which ``watch`` sees undivided.
+            the trace of the first Gram matrix.
         divisor: a power of two by which the result is divided.
         out: memory of the result, in the dtype of ``X``: that of ``X`` only if :func:`begins_in` says so.
     """
@@ -212,12 +205,10 @@ def iterate_gram(
     Y = successor(X, out, 1 + len(restarts))
     for start, end in pairwise([0, *restarts, len(schedule)]):
         R = products.gram(X, out=R)
-        if watch is not None:
-            watch(start, R)
         if normalize and start == 0:
             squared = nonzero(R.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None])
             R.div_(squared)
-        Q = gram_factor(R, schedule[start:end], products, work, watch, start)
+        Q = gram_factor(R, schedule[start:end], products, work)
         if normalize and start == 0:
             Q.mul_(squared.rsqrt())
         is_last = end == len(schedule)
@@ -234,23 +225,16 @@ def iterate_gram_fp16(
     restarts: Sequence[int],
     products: Products,
     apply: Apply = multiplied,
-    watch: Watch | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """:func:`iterate_gram` for fp16 ``X`` of norm :data:`UNIT_IN_FP16`."""
     unit = UNIT_IN_FP16
-    wanted = watch_in_units(watch, unit)
-    return iterate_gram(X, in_units(schedule, unit), restarts, products, apply, wanted, divisor=unit, out=out)
+    return iterate_gram(X, in_units(schedule, unit), restarts, products, apply, divisor=unit, out=out)
 
 
 def in_units(schedule: Sequence[Coefficients], unit: float) -> list[Coefficients]:
     """A schedule for matrices of norm ``unit``."""
     return [(a, b / unit**2, c / unit**4) for a, b, c in schedule]
-
-
-def watch_in_units(watch: Watch | None, unit: float) -> Watch | None:
-    """What shows ``watch`` Gram matrices of matrices of norm ``unit``."""
-    return None if watch is None else lambda step, R: watch(step, R, unit)
 
 
 UNIT_IN_FP16 = 128.0
@@ -264,18 +248,14 @@ def gram_factor(
     segment: Sequence[Coefficients],
     products: Products,
     work: Sequence[Tensor],
-    watch: Watch | None = None,
-    start: int = 0,
 ) -> Tensor:
     """``Q``, the product of the polynomials between two restarts.
 
-    ``R`` before step ``start``, (rows x rows) or (n x rows x rows), and the three tensors ``work`` are overwritten; one
-    of these is returned. ``watch`` does not see the first ``R``.
+    ``R`` before them, (rows x rows) or (n x rows x rows), and the three tensors ``work`` are overwritten; one of these
+    is returned.
     """
     Z, T, Q = work
     for index, (a, b, c) in enumerate(segment):
-        if watch is not None and index > 0:
-            watch(start + index, R)
         if c == 0:
             torch.mul(R, b, out=Z)
         else:

@@ -84,7 +84,6 @@ class Compiler:
         matrices: of all parameters, in their order.
         parameter_of: the index of each matrix's parameter.
         iterations: those of the parameters, by name.
-        is_first: whether this rank is the first of each group.
     """
 
     def __init__(
@@ -97,7 +96,6 @@ class Compiler:
         self._groups = groups
         self._device = device
         self._workspace = workspace
-        self.is_first = all(group.rank() == 0 for group in groups.values())
         self.matrices: list[Matrix] = []
         self.parameter_of: list[int] = []
         self.iterations: dict[str, NewtonSchulz] = {}
@@ -186,7 +184,6 @@ class Compiler:
             shapes=shapes,
             dtype=dtype,
             runs=runs,
-            first=self.is_first,
         )
 
     def _slices(self, plan: Plan, stacked: Sequence[Sequence[int]], copied: int) -> list[ParamSlice]:

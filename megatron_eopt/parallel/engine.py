@@ -23,7 +23,6 @@ from megatron_eopt.parallel.records import Matrix, Plan, TpMode
 from megatron_eopt.parallel.rectangles import Rectangle, Shape, whole
 from megatron_eopt.parallel.scheduler import Program, run_chunks
 from megatron_eopt.parallel.statistics import Statistics, StatisticsRequest, statistics_of, sum_over
-from megatron_eopt.parallel.watched import Watched
 from megatron_eopt.parallel.workspace import DEFAULT_WORKSPACE, OF_ENTRY, Workspace
 
 _MOST_PLANS = 1024  # kept, one for each set of parameters with gradients
@@ -40,10 +39,7 @@ class Engine:
         groups: of ranks, by label.
         plan: of the parameters that have an iteration.
         works: the iterations that costs are counted of, by name.
-        watched: the step that is made, where somebody watches it.
     """
-
-    watched: Watched | None = None
 
     def __init__(
         self,
@@ -127,10 +123,6 @@ class Engine:
         """Whether other ranks wait for this one's shard."""
         return bool(self._parameters[index].shared_by)
 
-    def counts(self, index: int) -> bool:
-        """Whether this rank reports a parameter, which ranks do once."""
-        return self._compiler.is_first or self.shares(index)
-
     def flat(self, indices: Sequence[int]) -> list[Matrix]:
         """The logical matrices of parameters, in their order."""
         return [matrix for i in indices for matrix in self.matrices[i]]
@@ -211,7 +203,7 @@ class Engine:
         them once. ``indices`` are ascending. The order is the same on every rank if all name the same shared
         parameters: see :func:`~megatron_eopt.parallel.scheduler.run_chunks`.
         """
-        run_chunks(self._chunks_of(indices), program, self.device, self._room, self.watched)
+        run_chunks(self._chunks_of(indices), program, self.device, self._room)
 
     def factors(self, indices: Sequence[int], shards: list[Tensor]) -> list[Tensor]:
         """The orthogonal factors of ``shards``, in that list, without programs."""

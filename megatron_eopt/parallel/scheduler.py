@@ -4,7 +4,6 @@ A program is an optimizer's algorithm for some parameters, which waits for the o
 """
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple, overload
 
 import torch
@@ -14,7 +13,6 @@ from megatron_eopt.parallel.chunks import Chunk, ParamSlice
 from megatron_eopt.parallel.collectives import CollectiveError
 from megatron_eopt.parallel.exchange import Factors, Shapes, shards_of
 from megatron_eopt.parallel.schemes import SCHEMES
-from megatron_eopt.parallel.watched import Watched
 from megatron_eopt.parallel.workspace import IN_FLIGHT
 
 
@@ -62,10 +60,7 @@ in the dtype that is exchanged, which are not to be written to.
 """
 
 
-def rounds(
-    waiting: Iterator[Generator[Any, None, Any] | None],
-    advance: Callable[[Generator[Any, None, Any]], object] = next,
-) -> Iterator[None]:
+def rounds(waiting: Iterator[Generator[Any, None, Any] | None]) -> Iterator[None]:
     """Run generators that yield where they wait; yields after each round.
 
     In a round the next one starts, if fewer than :data:`IN_FLIGHT` are at work, and then all of these go on, the
@@ -79,7 +74,7 @@ def rounds(
             return
         for running in tuple(at_work):
             try:
-                advance(running)
+                next(running)
             except StopIteration:
                 at_work.remove(running)
         yield
@@ -90,7 +85,6 @@ def run_chunks(
     program: Callable[[Sequence[int]], Program],
     device: torch.device,
     room: int,
-    watched: Watched | None = None,
 ) -> None:
     """Run the programs of chunks, whose buckets take turns.
 
@@ -106,9 +100,9 @@ def run_chunks(
             started = StartedChunk(chunk, program, device)
             at_work.append(started)
             for number in range(len(chunk.jobs)):
-                yield started.bucket(number, watched)
+                yield started.bucket(number)
 
-    for _ in rounds(buckets(), next if watched is None else watched.exchange):
+    for _ in rounds(buckets()):
         for started in list(at_work):
             if started.left == 0:
                 at_work.remove(started)
@@ -158,11 +152,9 @@ class StartedChunk:
                 torch._foreach_copy_(list(stacked), shards)
                 shards.clear()
 
-    def bucket(self, number: int, watched: Watched | None) -> Generator[None, None, None]:
+    def bucket(self, number: int) -> Generator[None, None, None]:
         """Orthogonalize a bucket, the first that is left."""
         job = self.chunk.jobs[number]
-        if watched is not None:
-            job = replace(job, watched=watched)
         try:
             self._factors[number] = yield from SCHEMES[job.bucket.scheme](job, self._stacks.pop(0))
         except CollectiveError as error:

@@ -6,7 +6,6 @@ python scripts/bench/plot_runs.py RUN... [--out plot.png]
 import argparse
 from collections import Counter
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
 
 import matplotlib
@@ -21,22 +20,15 @@ Curves = dict[str, Points]
 """By tag."""
 
 LOSS = "lm loss"
-PANELS = {  # title -> figures, and their line styles
-    "update RMS (dotted: predicted)": {"update_rms": "-", "predicted_update_rms": ":"},
-    "residual, mean (dotted: largest)": {"residual": "-", "largest_residual": ":"},
-    "effective rank / short side (dotted: smallest)": {
-        "effective_rank_share": "-",
-        "smallest_effective_rank_share": ":",
-    },
-    "gradient norm": {"grad_norm": "-"},
-    "learning rate": {"learning_rate": "-"},
-    "orthogonalize, ms": {"orthogonalize_ms": "-"},
-    "exchange, ms": {"exchange_ms": "-"},
-    "update, ms": {"update_ms": "-"},
+PANELS = {  # figure -> title
+    "update_rms": "update RMS",
+    "residual": "residual of updates",
+    "weight_norm": "weight norm",
+    "momentum_norm": "momentum norm",
+    "grad_norm": "gradient norm",
+    "learning_rate": "learning rate",
 }
 COLUMNS = 2
-SMOOTHED = 15  # measured steps of a running median of times: one step in a hundred takes ten times as long
-TIMES = f"\nof times: thin lines are measured steps, thick ones the median of {SMOOTHED} around each"
 
 
 class Line(NamedTuple):
@@ -45,7 +37,6 @@ class Line(NamedTuple):
     run: str
     optimizer: str  # empty for a loss
     points: Points
-    style: str
 
 
 def curves(folder: str | Path) -> Curves:
@@ -68,9 +59,9 @@ def curves(folder: str | Path) -> Curves:
 
 def draw(runs: dict[str, Curves], out: str | Path) -> None:
     """Draw the loss and :data:`PANELS`; ``ValueError`` without curves."""
-    panels = {LOSS: [Line(name, "", found[LOSS], "-") for name, found in runs.items() if LOSS in found]}
-    for title, styles in PANELS.items():
-        panels[title] = lines_of(runs, styles)
+    panels = {LOSS: [Line(name, "", found[LOSS]) for name, found in runs.items() if LOSS in found]}
+    for figure, title in PANELS.items():
+        panels[title] = lines_of(runs, figure)
     drawn = {title: lines for title, lines in panels.items() if lines}
     if not drawn:
         raise ValueError(f"{', '.join(runs)}: no loss and no figures of an optimizer (--optimizer-metrics-interval)")
@@ -78,29 +69,21 @@ def draw(runs: dict[str, Curves], out: str | Path) -> None:
     first = 1 + -len(drawn) % COLUMNS  # as wide as leaves no place empty
     colors = colors_of(runs)
     with matplotlib.rc_context({"font.size": 10, "axes.titlesize": 10}):
-        figure = Figure(figsize=(3.6 * COLUMNS, 2.3 * rows), layout="constrained")
+        picture = Figure(figsize=(3.6 * COLUMNS, 2.3 * rows), layout="constrained")
         named: dict[str, Any] = {}
         for number, (title, lines) in enumerate(drawn.items(), first):
-            axes = figure.add_subplot(rows, COLUMNS, (1, number) if number == first else number)
-            highest = 0.0
+            axes = picture.add_subplot(rows, COLUMNS, (1, number) if number == first else number)
             for line in lines:
                 of_line = colors[line.run, line.optimizer]
-                if title.endswith("ms"):
-                    axes.plot(*zip(*line.points, strict=True), color=of_line, alpha=0.3, linewidth=0.6)
-                    line = line._replace(points=running_median(line.points))
-                    highest = max(highest, *(value for _, value in line.points))
-                (shown,) = axes.plot(*zip(*line.points, strict=True), line.style, color=of_line, linewidth=1.6)
+                (shown,) = axes.plot(*zip(*line.points, strict=True), color=of_line, linewidth=1.6)
                 if line.optimizer or not any(of == line.run and name for of, name in colors):
                     named.setdefault(label(line, len(runs)), shown)
-            if highest:  # of single steps, the thin ones, some take ten times as long
-                axes.set_ylim(0, 1.5 * highest)
             axes.set_title(title, loc="left")
             axes.grid(color="#e4e4e4")
             axes.spines[["top", "right"]].set_visible(False)
-        measured = any(title.endswith("ms") for title in drawn)
-        figure.supxlabel(f"iteration{TIMES if measured else ''}", fontsize=9)
-        figure.legend(named.values(), named, loc="outside upper center", ncols=2, frameon=False)
-        figure.savefig(out, dpi=160)
+        picture.supxlabel("iteration", fontsize=9)
+        picture.legend(named.values(), named, loc="outside upper center", ncols=2, frameon=False)
+        picture.savefig(out, dpi=160)
 
 
 def label(line: Line, runs: int) -> str:
@@ -128,29 +111,19 @@ def colors_of(runs: dict[str, Curves]) -> dict[tuple[str, str], str]:
     return found
 
 
-def running_median(points: Points) -> Points:
-    """Each value as the median of those around it."""
-    found = []
-    for place, (iteration, _) in enumerate(points):
-        around = points[max(0, place - SMOOTHED // 2) : place + SMOOTHED // 2 + 1]
-        found.append((iteration, median(value for _, value in around)))
-    return found
-
-
 def optimizers_of(tags: Curves) -> list[str]:
     """Optimizers that have figures."""
     return sorted({tag.partition("/")[0] for tag in tags if "/" in tag})
 
 
-def lines_of(runs: dict[str, Curves], styles: dict[str, str]) -> list[Line]:
+def lines_of(runs: dict[str, Curves], figure: str) -> list[Line]:
     """Lines of each optimizer, but those that are zero throughout."""
     lines = []
     for run, tags in runs.items():
         for optimizer in optimizers_of(tags):
-            for figure, style in styles.items():
-                points = tags.get(f"{optimizer}/{figure}", [])
-                if any(value for _, value in points):
-                    lines.append(Line(run, optimizer, points, style))
+            points = tags.get(f"{optimizer}/{figure}", [])
+            if any(value for _, value in points):
+                lines.append(Line(run, optimizer, points))
     return lines
 
 

@@ -1,19 +1,11 @@
-"""What Muon tells of its matrices and of a step's updates, group by group."""
+"""What Muon tells of its matrices, group by group."""
 
 from dataclasses import replace
 
 import torch
 
 from megatron_eopt import TensorParallelMuon
-from megatron_eopt.optimizers.reports import show_updates
 from megatron_eopt.settings.groups import by_parameter
-
-
-class Shown:
-    """Keeps what a step shows."""
-
-    def updates(self, shown, scales, predicted):
-        self.shapes, self.scales, self.predicted = [tuple(x.shape) for x in shown], scales, predicted
 
 
 def two_groups():
@@ -36,27 +28,6 @@ def test_matrices_are_described_with_the_scheme_of_their_own_bucket():
     engine.plan = replace(engine.plan, buckets=buckets)
     described = optimizer.described_matrices()
     assert [m.scheme for p in params for m in described[p]] == ["local", "gram split"]
-
-
-def test_updates_are_shown_with_what_was_predicted_of_their_group():
-    optimizer, params = two_groups()
-    engine, shown = optimizer.prepare(), Shown()
-    groups = [optimizer.group_of(p) for p in params]
-    show_updates(shown, engine, groups, optimizer.predicted_rms, (0, 1), [p.detach() for p in params], [2.0, 3.0])
-    assert (shown.shapes, shown.scales) == ([(8, 4), (4, 16)], [2.0, 3.0])
-    assert shown.predicted == [
-        optimizer.predicted_rms(*p.shape, group) for p, group in zip(params, groups, strict=True)
-    ]
-    assert shown.predicted[0] != shown.predicted[1]
-
-
-def test_updates_that_another_rank_shows_are_left_out(monkeypatch):
-    optimizer, params = two_groups()
-    engine, shown = optimizer.prepare(), Shown()
-    monkeypatch.setattr(engine, "counts", lambda i: i == 1)
-    groups = [optimizer.group_of(p) for p in params]
-    show_updates(shown, engine, groups, optimizer.predicted_rms, (0, 1), [p.detach() for p in params], [2.0, 3.0])
-    assert (shown.shapes, shown.scales, len(shown.predicted)) == ([(4, 16)], [3.0], 1)
 
 
 def test_ranks_compare_what_a_group_says_and_not_what_the_optimizer_says():

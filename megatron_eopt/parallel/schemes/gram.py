@@ -10,12 +10,10 @@ from torch import Tensor
 
 from megatron_eopt.orthogonalize.forms import (
     UNIT_IN_FP16,
-    Watch,
     gram_factor,
     in_units,
     multiplied,
     nonzero,
-    watch_in_units,
 )
 from megatron_eopt.orthogonalize.products import over_norms, scaled, square_work
 from megatron_eopt.parallel.collectives import all_gather, all_reduce, broadcast, reduce, reduce_scatter
@@ -36,26 +34,21 @@ def distributed(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
     X = stack.mT if dim == 0 else stack  # the columns are cut, so Gram matrices of the rows add up
     if X.numel() == 0:  # this rank takes part in the sums with a column of zeros
         X = X.new_zeros(*X.shape[:-1], 1)
-    with job.phase():
-        X, power = scaled(X, iteration.dtype)
-        norm = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True, dtype=power.dtype)
+    X, power = scaled(X, iteration.dtype)
+    norm = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True, dtype=power.dtype)
     pending = all_reduce((norm.double() * power.double()).square(), group)
     yield
     norm = (pending.wait().sqrt() / power.double()).to(power.dtype)
-    with job.phase():
-        X = over_norms(X, norm, iteration.dtype)
-        gram, factor = square_work(X, 2)
-        Y = torch.empty_like(X)
-    watch = job.watch()
-    for step, (a, b, c) in enumerate(iteration.schedule):
-        with job.phase(), iteration.in_precision():
+    X = over_norms(X, norm, iteration.dtype)
+    gram, factor = square_work(X, 2)
+    Y = torch.empty_like(X)
+    for a, b, c in iteration.schedule:
+        with iteration.in_precision():
             A = iteration.products.gram(X, out=gram)
         pending = all_reduce(A, group)
         yield
         A = pending.wait()
-        with job.phase(), iteration.in_precision():
-            if watch is not None:
-                watch(step, A)
+        with iteration.in_precision():
             if c == 0:
                 torch.baddbmm(X, A, X, beta=a, alpha=b, out=Y)
             else:
@@ -130,55 +123,36 @@ def _run(job: Job, stack: Tensor, exchange: _Exchange) -> Generator[None, None, 
     undo = _power_of_two(-shift, wide)
     X = (stack.to(wide) * _power_of_two(shift, wide)).to(iteration.dtype)
     del stack
-    watch = job.watch()
     for start, end in pairwise((0, *iteration.restarts, len(iteration.schedule))):
-        with job.phase(), iteration.in_precision():
+        with iteration.in_precision():
             grams = iteration.products.gram(X.mT if dim == 0 else X).to(wide)
         if start == 0:
             grams.mul_(undo).mul_(undo)
-        factors = partial(
-            _factors,
-            job=job,
-            start=start,
-            end=end,
-            unit=unit,
-            watch=watch,
-        )
+        factors = partial(_factors, job=job, start=start, end=end, unit=unit)
         Q = yield from exchange(grams, factors)
         del grams
         if start == 0:
             Q = Q * undo * unit
         Q = Q.to(iteration.dtype)
-        with job.phase(), iteration.in_precision():
+        with iteration.in_precision():
             pair = (X, Q) if dim == 0 else (Q, X)
             divisor = unit if end == len(iteration.schedule) else 1.0
             X = multiplied(*pair, torch.empty_like(X), divisor)
     return X.to(iteration.factor_dtype(dtype))
 
 
-def _factors(
-    grams: Tensor,
-    *,
-    job: Job,
-    start: int,
-    end: int,
-    unit: float,
-    watch: Watch | None,
-) -> None:
+def _factors(grams: Tensor, *, job: Job, start: int, end: int, unit: float) -> None:
     """Replace (n x rows x rows) by ``Q``, in place."""
     iteration = job.iteration
     schedule = in_units(iteration.schedule[start:end], unit)
-    wanted = watch_in_units(watch, unit)
-    with job.phase(), iteration.in_precision():
+    with iteration.in_precision():
         if start == 0:  # any norm, the root of the trace, is divided out
             squared = grams.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
             squared = nonzero(squared.masked_fill(~squared.isfinite(), torch.nan))
             grams.div_(squared).mul_(unit**2)
         for chunk in grams.split(iteration.chunk):
             R = chunk.to(iteration.dtype)
-            if wanted is not None:
-                wanted(start, R)
-            chunk.copy_(gram_factor(R, schedule, iteration.products, square_work(R, 3), wanted, start))
+            chunk.copy_(gram_factor(R, schedule, iteration.products, square_work(R, 3)))
         if start == 0:
             grams.mul_(squared.rsqrt())
 

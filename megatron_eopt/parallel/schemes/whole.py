@@ -1,7 +1,6 @@
 """The schemes in which a rank has whole matrices."""
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_eopt.orthogonalize.forms import Iteration, Watch
+from megatron_eopt.orthogonalize.forms import Iteration
 from megatron_eopt.parallel.collectives import all_gather
 from megatron_eopt.parallel.exchange import (
     Factors,
@@ -24,7 +23,6 @@ from megatron_eopt.parallel.exchange import (
     shards_of,
 )
 from megatron_eopt.parallel.records import Bucket, Matrix
-from megatron_eopt.parallel.watched import Watched
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,21 +36,6 @@ class Job:
     shapes: Shapes  # of this rank's shards
     dtype: torch.dtype  # in which they are exchanged
     runs: Sequence[LayoutRuns] = ()  # the matrices of each compute rank, in the order of the stack
-    first: bool = True  # whether this rank reports what nobody shares
-    watched: Watched | None = None  # the step, where somebody watches it
-
-    def phase(self) -> AbstractContextManager[None]:
-        """A context whose time is that of orthogonalization."""
-        return nullcontext() if self.watched is None else self.watched.phase("orthogonalize")
-
-    def watch(self) -> Watch | None:
-        """What watches the iteration, on the one rank that reports a matrix."""
-        if self.watched is None:
-            return None
-        counts = self.first
-        if self.group is not None:
-            counts = bool(self.bucket.compute_ranks) or self.group.rank() == 0
-        return self.watched.grams(self.iteration) if counts else None
 
     @property
     def ranks(self) -> ProcessGroup:
@@ -137,14 +120,12 @@ def share(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
 def orthogonalized(stack: Tensor, job: Job) -> Tensor:
     """Orthogonal factors of a stack, perhaps empty, in its memory."""
     iteration = job.iteration
-    watch = job.watch()
     factors = stack.view(iteration.factor_dtype(stack.dtype))
-    with job.phase():
-        if iteration.one_by_one:
-            # a matrix alone, where stacks are not worked on as such, takes another kernel than a stack of one
-            parts = zip(stack.unbind(), factors.unbind(), strict=True)
-        else:
-            parts = zip(stack.split(iteration.chunk), factors.split(iteration.chunk), strict=True)
-        for part, of_part in parts:
-            iteration.run(part, watch, of_part)
+    if iteration.one_by_one:
+        # a matrix alone, where stacks are not worked on as such, takes another kernel than a stack of one
+        parts = zip(stack.unbind(), factors.unbind(), strict=True)
+    else:
+        parts = zip(stack.split(iteration.chunk), factors.split(iteration.chunk), strict=True)
+    for part, of_part in parts:
+        iteration.run(part, of_part)
     return factors

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from megatron_eopt import OptimizerConfig, TensorParallelMuon
+from megatron_eopt import OptimizerConfig, TensorParallelMuon, build_optimizer
 from megatron_eopt.checkpoints.contents import read_contents
 from megatron_eopt.megatron.agreement import refuse_different, say
 from megatron_eopt.megatron.assignment import Assignment
@@ -157,7 +157,7 @@ def size_of_updates():
 SAID = {
     "late": parsed_before_activation,
     "settings": started_differently,
-    "unknown name": lambda: OptimizerConfig(name="moun"),
+    "unknown name": lambda: build_optimizer(torch.nn.Linear(4, 4), OptimizerConfig(name="moun")),
     "refused": lambda: refuse_unsupported(run(bf16=True, loss_scale=1024.0, optimizer_cuda_graph=True)),
     "a GPU is there": on_a_gpu,
     "no matrices": lambda: problems(families([row(f"norms.{i}", (64,)) for i in range(15)]), "muon", True)[0],

@@ -88,7 +88,7 @@ def test_the_nearest_flag_is_named(parse, capsys, flags, message):
     [
         ("--muon-momentum", "1.5", r"the value must lie in \[0, 1\), got 1.5"),
         ("--muon-num-ns-steps", "0", "the value must be a whole number of at least 1 and at most 100, got 0"),
-        ("--muon-num-ns-steps", "101", "at least 1 and at most 100, got 101"),
+        ("--muon-num-ns-steps", "101", "the value must be a whole number of at least 1 and at most 100, got 101"),
         ("--muon-num-ns-steps", "five", "invalid int value: 'five'"),
         ("--dion2-fraction", "2", r"the value must lie in \(0, 1\], got 2"),
         ("--lion-beta1", "1", r"the value must lie in \[0, 1\), got 1"),

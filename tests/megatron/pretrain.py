@@ -133,9 +133,19 @@ class Record:
         states = [state for each in self.optimizers() for state in each.state.values()] if self.optimizer else []
         held = [getattr(value, "_local_tensor", value) for state in states for value in state.values()]
         kept = {"state_bytes": sum(value.nbytes for value in held if torch.is_tensor(value) and value.ndim)}
+        kept["host_bytes"] = sum(map(on_host, self.optimizers())) if self.optimizer else 0
         of_run = ("losses", "grad_norms", "before", "after", "groups_of_steps", "groups", "calls")
         kept |= {key: getattr(self, key) for key in of_run}
         torch.save(kept, Path(folder) / f"{os.environ['RANK']}.pt")
+
+
+def on_host(optimizer):
+    """Bytes of the state that an optimizer of this package keeps in host memory."""
+    total = 0
+    for parameter, state in optimizer.state.items():
+        if getattr(optimizer, "offload_fraction", 0) and optimizer.on_host(parameter):
+            total += sum(value.nbytes for value in state.values() if value.shape == parameter.shape)
+    return total
 
 
 def unsharded(value, parameter):

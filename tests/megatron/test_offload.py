@@ -39,12 +39,14 @@ def test_a_run_with_state_in_host_memory_is_the_run_without(tmp_path, flags, the
 
     def run(name, *more):
         ranks, _ = train(tmp_path / name, 2, *RUN, *flags, *CLIP, *more)
-        return ranks
+        return ranks, sum(rank["host_bytes"] for rank in ranks)
 
     saved = ["--save", tmp_path / "saved", "--save-interval", 2, *FILES]
-    straight = run("straight")
-    offloaded = run("offloaded", *OFFLOAD, *saved)
-    resumed = run("resumed", *then, "--load", tmp_path / "saved", "--ckpt-step", 2)
+    straight, none = run("straight")
+    offloaded, all_of_it = run("offloaded", *OFFLOAD, *saved)
+    resumed, some_of_it = run("resumed", *then, "--load", tmp_path / "saved", "--ckpt-step", 2)
+    assert none == 0 < all_of_it
+    assert 0.49 * all_of_it <= some_of_it < all_of_it if then else some_of_it == 0
     assert_same_ranks(offloaded, straight)
     assert_same_ranks(resumed, straight)
     assert [rank["losses"] for rank in offloaded] == [rank["losses"] for rank in straight]

@@ -182,11 +182,13 @@ def watch(
         interval: at least 1.
 
     Raises:
-        ValueError: for an ``interval`` that is no positive integer.
+        ValueError: for an ``interval`` that is no positive integer, or without parameters.
     """
     if not isinstance(interval, int) or interval < 1:
         raise ValueError(f"interval is a number of steps, 1 or more, got {interval!r}")
     given = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    if not any(parameters_in(each.param_groups) for each in given):
+        raise ValueError("there is nothing to watch: the optimizers have no parameters")
     steps = 0
     sample: Sample | None = None
 

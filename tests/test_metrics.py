@@ -172,11 +172,13 @@ def test_weights_of_16_bits_show_what_reached_them():
     assert seen[1]["other"]["update_rms"] == 0  # rounded away
 
 
-def test_an_interval_that_is_no_number_of_steps_is_refused():
+def test_what_cannot_be_watched_is_refused():
     _, optimizer = muon((4, 4))
     for wrong in (0, -1, 2.5):
         with pytest.raises(ValueError, match=f"interval is a number of steps, 1 or more, got {wrong}"):
             watch(optimizer, print, wrong)
+    with pytest.raises(ValueError, match="there is nothing to watch"):
+        watch(TensorParallelMuon([{"params": []}]), print)
 
 
 MODES = ("duplicated", "owner")

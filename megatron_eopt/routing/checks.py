@@ -43,6 +43,11 @@ def _without_optimizer(families: Sequence[ParamPattern]) -> Iterator[str]:
                 f"parameter, or it keeps the value it starts with; give it one (optimizer: adam in an overrides file), "
                 f"or leave it out on purpose (exclude: true)"
             )
+        elif row.optimizer is not None and row.excluded:
+            yield (
+                f"{row.optimizer} has {family.named}, which is excluded ({row.reason}): expected no optimizer; build "
+                f"the optimizers from parameter groups that leave it out"
+            )
 
 
 def _listed_twice(families: Iterable[ParamPattern]) -> Iterator[str]:

@@ -132,9 +132,11 @@ def read_overrides(path: str | PathLike[str]) -> list[Entry]:
     """Entries of a file of YAML or JSON.
 
     An :class:`OverrideError` has a line for each mistake, ``FILE:LINE: KEY: what, suggestion``, with the line on which
-    the entry begins. A file of more than :data:`_MOST` bytes is not read.
+    the entry begins. A file of more than :data:`_MOST` bytes is not read, and no pipe or device, which may never end.
     """
     try:
+        if Path(path).exists() and not Path(path).is_file():
+            raise OSError("it is no regular file")
         with Path(path).open("rb") as file:
             written = file.read(_MOST + 1)
         if len(written) > _MOST:

@@ -130,11 +130,17 @@ def write_json(families: Iterable[ParamPattern], file: str) -> None:
 
 
 def from_json(manifest: Any) -> list[ParamPattern]:
-    """The patterns; ``ValueError`` for what is no manifest, or one of another release's format."""
+    """The patterns; ``ValueError`` for a newer format, and for what is no manifest."""
     try:
+        number = manifest["format"]
+        if number > FORMAT:
+            raise ValueError(
+                f"the manifest has format {number}, and this release of megatron_eopt reads up to {FORMAT}: install "
+                f"the release that wrote it, or a later one"
+            )
         return [_family(dict(family)) for family in manifest["families"]]
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"the manifest is damaged, or another release's ({error!r}): take another one") from None
+        raise ValueError(f"the manifest is damaged ({error!r}): take that of another checkpoint") from None
 
 
 def _family(written: dict[str, Any]) -> ParamPattern:

@@ -84,6 +84,8 @@ def resolve(
     resolved: dict[str, Resolved] = {}
     mistakes = defaultdict[str, list[str]](list)  # mistake -> names of its parameters, so that it is printed once
     for info in infos:
+        if info.name in resolved:
+            raise OverrideError(f"two parameters are named {info.name!r}: settings are by name, so names must differ")
         resolved[info.name], wrong = _resolve_one(entries, info)
         for mistake in wrong:
             mistakes[mistake].append(info.name)

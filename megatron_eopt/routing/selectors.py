@@ -209,6 +209,8 @@ def _condition(name: str, value: Any) -> Condition:
     if name not in _WRITTEN or not isinstance(value, str):
         raise OverrideError(f"expected text for one of {', '.join(_WRITTEN)}, got {value!r} for {name}")
     text = value.strip()
+    if not text:  # as a regular expression it would select every parameter
+        raise OverrideError("an empty text selects nothing: write '*' for every parameter")
     if name == "shape" and text not in SHAPES:
         raise OverrideError(f"unknown shape {text!r}{near_or_all(text, SHAPES)}")
     if name in ("re", "regex"):

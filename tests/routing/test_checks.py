@@ -34,6 +34,13 @@ def test_excluding_on_purpose_is_no_error_but_a_warning():
     assert warned(rows) == [f"{FC2} keeps the value it starts with (excluded by overrides.yaml:3)"]
 
 
+def test_an_excluded_parameter_with_an_optimizer_is_an_error():
+    (line,) = found(changed(model(), EMBEDDING, excluded=True))
+    assert line.startswith(
+        f"adam has {EMBEDDING}, which is excluded (an embedding: default of muon): expected no optimizer"
+    )
+
+
 def test_two_optimizers_are_both_named():
     rows = [*model(), row(QKV, (128, 64), reason="overrides.yaml:9")]
     (line,) = found(rows)

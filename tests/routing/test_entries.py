@@ -126,6 +126,8 @@ def test_predicates_of_a_param_key_get_the_parameter():
 @pytest.mark.parametrize(
     ("written", "message"),
     [
+        ("", "an empty text selects nothing"),
+        ("re:", "an empty text selects nothing"),
         ("shape:matrx", "unknown shape 'matrx', did you mean 'matrix'?"),
         ("atr:is_qkv", "expected text for one of name, re, regex, attr, shape, optimizer, got 'is_qkv' for atr"),
         ({"nmae": "x"}, "got 'x' for nmae"),

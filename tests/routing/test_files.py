@@ -1,6 +1,7 @@
 """What a file may hold, and what is said of one that is wrong."""
 
 import json
+import os
 import textwrap
 from pathlib import Path
 
@@ -199,10 +200,13 @@ def test_wrong_json_too(tmp_path):
         read(tmp_path, text, "o.json")
 
 
-def test_an_endless_device_is_not_read(tmp_path):
+def test_a_device_or_a_pipe_is_not_read(tmp_path):
     (tmp_path / "zero.yaml").symlink_to("/dev/zero")
-    with pytest.raises(OverrideError, match=r"zero\.yaml: cannot be read: it has more than 1,000,000 bytes"):
-        read_overrides(tmp_path / "zero.yaml")
+    os.mkfifo(tmp_path / "pipe.yaml")
+    (tmp_path / "folder.yaml").mkdir()
+    for name in ("zero.yaml", "pipe.yaml", "folder.yaml"):
+        with pytest.raises(OverrideError, match=f"{name}: cannot be read: it is no regular file"):
+            read_overrides(tmp_path / name)
 
 
 def test_scalars_are_those_of_yaml_1_2(tmp_path):

@@ -197,6 +197,12 @@ def test_defaults_may_match_nothing_and_so_may_what_matches_on_another_rank():
     assert resolve(elsewhere, model(), matches=[4, 1])[QKV].settings == {}
 
 
+def test_names_have_to_differ():
+    assert refused(parameters=[ParameterInfo("x", (1,))] * 2) == [
+        "two parameters are named 'x': settings are by name, so names must differ"
+    ]
+
+
 SELECTORS = st.sampled_from(
     [
         "*",

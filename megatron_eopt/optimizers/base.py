@@ -68,7 +68,6 @@ from megatron_eopt.settings.of_class import check_values, is_ours, misspelt, set
 from megatron_eopt.settings.records import RECORDS, Setting
 from megatron_eopt.settings.values import without_dimensions
 
-SIMPLE = (str, int, float, bool, type(None))  # types of values that are compared as they are
 ATTRIBUTES = "attributes_of_parameters"  # in what is copied and pickled
 HOOKS = ("_optimizer_", "_zero_grad_")  # beginnings of attributes of torch's, which belong to one object
 
@@ -283,9 +282,9 @@ class BaseOptimizer(Optimizer):
     def _described(self, name: str, parameter: Tensor) -> ParamSpec:
         return ParamSpec(name, local(parameter).dtype, groups=sharing_groups(parameter, self.pg_collection))
 
-    def _planned_settings(self) -> object:
-        """Settings that the engine depends on, beside the parameters; a copy, since lists may be written to."""
-        return [vars(self).get(name) for name in OF_USERS], deepcopy(self.planned_in_groups())
+    def _planned_settings(self) -> tuple[list[object], list[dict[str, Any]]]:
+        """What the engine depends on, beside the parameters: functions of the user's, settings of groups."""
+        return [vars(self).get(name) for name in OF_USERS], self.planned_in_groups()
 
     # Parameters and their logical matrices.
 
@@ -540,8 +539,8 @@ class BaseOptimizer(Optimizer):
     def prepare(self) -> Engine:
         """Settle the step with the other ranks; all call together.
 
-        The first step calls it, and one after a group was added or loaded or a planned setting changed. Other settings,
-        such as rates, are not compared again.
+        The first step calls it, and one after a group was added or loaded or a planned setting changed. Settings are
+        checked then. Others, such as rates, may change at any time, and the next step uses them as they are.
 
         Raises:
             ValueError: for a plan or a setting that differs between ranks, and for parameters on several devices.
@@ -550,13 +549,19 @@ class BaseOptimizer(Optimizer):
         if session.engine is None:
             self._follow_replaced()
             session.tags = self._tags()
-        wanted = self._planned_settings()
-        if session.engine is None or session.engine_of != wanted:
+        functions, planned = self._planned_settings()
+        if session.engine is None or session.engine_of != (functions, planned):
+            self._check_all_settings(self.param_groups)
             engine = self.proposed()
-            self._agree_on(engine)
+            check_kernel(self.symmetric_products, engine.device)
+            try:
+                engine.prepare()
+            except CollectiveError as error:
+                error.add("to agree on a plan, which is made anew where a setting or a group changed")
+                raise
+            session.settled = self._settled(engine)
             session.engine = engine
-            session.engine_of = wanted
-            session.settled = Settled()
+            session.engine_of = functions, deepcopy(planned)  # lists may be written to
             session.stepping = None
             session.parameters = self._parameters()
         parameters = self._parameters()
@@ -572,14 +577,9 @@ class BaseOptimizer(Optimizer):
             session.nonfinite = NonFinite(self._names_of_step, torch.device(devices[0]))
         return session.engine
 
-    def _agree_on(self, engine: Engine) -> None:
-        """Compare the plan with that of the other ranks."""
-        check_kernel(self.symmetric_products, engine.device)
-        try:
-            engine.prepare()
-        except CollectiveError as error:
-            error.add("to agree on a plan, which is made anew where a setting or a group changed")
-            raise
+    def _settled(self, engine: Engine) -> Settled:
+        """Find what follows from an agreed engine; raises before anything is kept."""
+        return Settled()
 
     @property
     def engine(self) -> Engine:
@@ -631,26 +631,19 @@ class BaseOptimizer(Optimizer):
         return loss
 
     def _step(self, parameters: Sequence[Tensor]) -> None:
-        """Check settings and gradients, agree where needed, and change what is to be changed."""
+        """Check gradients, plan anew where it is needed, and change what is to be changed."""
         session = self._session
         if len(parameters) != len(session.parameters) or not all(map(is_, parameters, session.parameters)):
             session.engine = session.nonfinite = None  # of other parameters
         if session.engine is None:
             self._follow_replaced()
         self._count_anew()
-        seen = self._seen()
-        changed = seen != session.checked  # schedulers change settings between steps
-        if changed:
-            for group in self.param_groups:
-                of_groups.rename(type(self).__name__, group, self.defaults)
-            self._check_all_settings(self.param_groups)
-            self._check_tags()
+        self._check_tags()
         self._check_gradients(parameters)
         session.without_gradients.look(type(self).__name__, self.param_groups)
         engine = session.engine
-        if changed or engine is None:
+        if engine is None or session.engine_of != self._planned_settings():
             engine = self.prepare()
-            session.checked = self._seen()
         if session.steps == 1:
             warn_of_fp16(self._names(), parameters)
         ok: Flag = self._judged([*parameters, *parameters_in(session.also_groups)])
@@ -718,33 +711,24 @@ class BaseOptimizer(Optimizer):
         for parameter in self._parameters():
             said = vars(parameter)
             is_qkv = is_qkv_fn is not None and bool(is_qkv_fn(parameter))
-            tags.append((is_qkv, _frozen(said.get("qkv_split_shapes")), said.get(ATTRIBUTE)))
+            shapes = said.get("qkv_split_shapes")
+            tags.append((is_qkv, shapes if shapes is None else tuple(shapes), said.get(ATTRIBUTE)))
         return tags
 
     def _check_tags(self) -> None:
         """Refuse other logical matrices than those of the plan, which state may follow."""
-        if self.elementwise or self._session.engine is None:
+        if self._session.engine is None:
             return
-        for called, then, now in zip(self._names(), self._session.tags, self._tags(), strict=True):
+        tags = self._tags()
+        if tags == self._session.tags:
+            return
+        for called, then, now in zip(self._names(), self._session.tags, tags, strict=True):
             if then != now:
                 raise ValueError(
                     f"{type(self).__name__}: {called} is declared otherwise than in the steps before, by is_qkv_fn, "
                     f"its qkv_split_shapes or its {ATTRIBUTE}: declare logical matrices before the first step, or "
                     "build the optimizer anew"
                 )
-
-    def _seen(self) -> list[object]:
-        """Settings of groups, declarations and functions of the user's, to find out whether one changes."""
-        seen: list[object] = [*self._tags(), *[vars(self).get(name) for name in OF_USERS]]
-        for group in self.param_groups:
-            of_group: dict[str, object] = {}
-            for key, value in group.items():
-                if type(value) in SIMPLE:
-                    of_group[key] = (type(value), value)
-                elif key != "params":
-                    of_group[key] = _frozen(value)
-            seen.append(of_group)
-        return seen
 
     def refuse_half_step(self) -> None:
         """Raise a ``RuntimeError`` if an exception interrupted the last step."""
@@ -759,14 +743,3 @@ class BaseOptimizer(Optimizer):
     def skipped_steps(self) -> int:
         """How many steps were skipped; waits for the device."""
         return 0 if self._session.nonfinite is None else self._session.nonfinite.total
-
-
-def _frozen(value: object) -> object:
-    """A copy of nested lists, to compare them entry by entry.
-
-    Values of other types differ, though they are equal. Objects differ by their ids before anybody compares them, so no
-    device is waited for; what is written into a tensor is not seen.
-    """
-    if isinstance(value, list | tuple):
-        return tuple(map(_frozen, value))
-    return (type(value) if type(value) in SIMPLE else id(value), value)

@@ -12,6 +12,7 @@ from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers.foreach import where
 from megatron_eopt.optimizers.parameters import DescribedMatrix, TensorParallelGroups, names_of_last
+from megatron_eopt.optimizers.session import Settled
 from megatron_eopt.optimizers.state import MOMENTUM_BUFFER, StateTensor, check_placements
 from megatron_eopt.optimizers.whole_matrices import (
     GRADIENT,
@@ -109,6 +110,7 @@ class Dion(StackedOptimizer):
             "rank_fraction",
             "Rank of updates, as a part of the short side of a matrix, in (0, 1].",
             ABOVE_0_UP_TO_1,
+            planned=True,
         ),
     )
     moments = (MOMENTUM_BUFFER,)
@@ -148,7 +150,7 @@ class Dion(StackedOptimizer):
         fraction: float = self.group_of(parameter)["rank_fraction"]
         return fraction
 
-    def prepare(self) -> Engine:
+    def _settled(self, engine: Engine) -> Settled:
         """Also refuse another rank than that of the state."""
         for parameter in self._parameters():
             state = self.state.get(parameter, {})
@@ -160,10 +162,7 @@ class Dion(StackedOptimizer):
                         f"{tuple(parameter.shape)}, whose group now has rank_fraction {self._fraction(parameter)}: set "
                         "it back, it cannot change"
                     )
-        return super().prepare()
-
-    def _planned_settings(self) -> object:
-        return [group["rank_fraction"] for group in self.param_groups]
+        return super()._settled(engine)
 
     def _described(self, name: str, parameter: Tensor) -> ParamSpec:
         spec = super()._described(name, parameter)

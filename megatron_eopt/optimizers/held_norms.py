@@ -30,7 +30,8 @@ def find_norms(optimizer: OrthogonalizedOptimizer) -> None:
     settled = optimizer._session.settled
     needing = list[Tensor]()
     held = set[Tensor]()
-    for group, settings in zip(optimizer.param_groups, optimizer._session.settings, strict=True):
+    for group in optimizer.param_groups:
+        settings = optimizer.effective(group)
         if holds(settings):
             held.update(group["params"])
         if holds(settings) or (needs_norm(settings) and not settled.norms_checked):

@@ -25,7 +25,6 @@ from megatron_eopt.optimizers.step import Batch, Step
 from megatron_eopt.optimizers.users_functions import checked
 from megatron_eopt.optimizers.users_step import users_step
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products
-from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import local_rows, on_one_rank
 from megatron_eopt.parallel.scheduler import Program
 from megatron_eopt.settings.groups import DECOUPLED, METHOD, decay_method
@@ -197,12 +196,6 @@ class OrthogonalizedOptimizer(BaseOptimizer):
 
     # The step.
 
-    def prepare(self) -> Engine:
-        """Also find the settings of groups in steps."""
-        engine = super().prepare()
-        self._session.settings = list(map(self.effective, self.param_groups))
-        return engine
-
     def orthogonalize(self, p: Tensor, grad: Tensor, **group_settings: Any) -> Tensor:
         """One parameter's update, before the learning rate; to override.
 
@@ -295,7 +288,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         kept = self.state
         batches = []
         first = 0
-        for group, settings in zip(self.param_groups, self._session.settings, strict=True):
+        for group in self.param_groups:
             indices = [i for i, _ in enumerate(group["params"], first) if stepping[i]]
             parameters = [group["params"][i - first] for i in indices]
             states = []
@@ -311,13 +304,12 @@ class OrthogonalizedOptimizer(BaseOptimizer):
             gradients = [state[MOMENTUM_BUFFER] if p.grad is None else p.grad for p, state in of_both]
             first += len(group["params"])
             if indices:
-                batches.append(self._batch(group, settings, indices, parameters, gradients, states, ok))
+                batches.append(self._batch(group, indices, parameters, gradients, states, ok))
         return batches
 
     def _batch(
         self,
         group: Mapping[str, Any],
-        settings: Mapping[str, Any],
         indices: list[int],
         parameters: list[Tensor],
         gradients: list[Tensor],
@@ -329,6 +321,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
             weights = list(map(local, parameters))
             gradients = list(map(local, gradients))
             states = [{key: local(x) for key, x in state.items()} for state in states]
+        settings = self.effective(group)
         own = {key: value for key, value in group.items() if key not in NO_SETTINGS}
         beta, weight_decay = self._rates_of(group)
         return Batch(

@@ -35,7 +35,7 @@ class Session:
     engine: Engine | None = None
     parameters: list[Tensor] = field(default_factory=list)  # that it was made for
     tags: list[object] = field(default_factory=list)  # what these said of their logical matrices
-    engine_of: object = None  # the settings that the engine was made for
+    engine_of: tuple[list[object], list[dict[str, Any]]] | None = None  # functions and settings that it was made for
     stepping: list[bool] | None = None  # which parameters have gradients, as sharing ranks have agreed
     settled: Settled = field(default_factory=Settled)  # anew with each engine
     key_ends: dict[Tensor, list[str]] = field(default_factory=dict)
@@ -48,8 +48,6 @@ class Session:
     also: Callable[[Flag], None] | None = None  # what else belongs to a step, as that of AdamW to Muon's
     also_groups: Sequence[dict[str, Any]] = ()  # whose parameters that steps
     beside: Mapping[str, Any] = MappingProxyType({})  # settings of the optimizer that does that
-    checked: list[object] | None = None  # settings of groups, and functions of the user's, as they were checked last
-    settings: list[dict[str, Any]] = field(default_factory=list)  # effective ones of each group, by these
     scalable: bool = False  # whether a GradScaler has been checked
     without_gradients: WithoutGradients = field(default_factory=WithoutGradients)
     steps: int = 0  # that this object began, for errors

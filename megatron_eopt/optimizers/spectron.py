@@ -27,6 +27,7 @@ from megatron_eopt.optimizers.parameters import (
     names_of_last,
     scale_rows,
 )
+from megatron_eopt.optimizers.session import Settled
 from megatron_eopt.optimizers.state import MOMENTUM_BUFFER, StateTensor, check_placements
 from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
@@ -186,7 +187,6 @@ class Spectron(BaseOptimizer):
     newton_schulz_calls: int = 0
 
     _plan: FactorPlan  # made by prepare()
-    _planned_for: Engine | None = None  # the engine of the parameters then
     _errors: Mapping[str, float] = {}
 
     @also_called(num_power_iter="num_power_iterations")
@@ -267,11 +267,8 @@ class Spectron(BaseOptimizer):
                 described[parameter].append(DescribedMatrix(name, shapes[i], found[i], 1.0, None))
         return described
 
-    def prepare(self) -> Engine:
-        """Also settle the factors; returns the engine of the parameters."""
-        engine = super().prepare()
-        if self._planned_for is engine:
-            return engine
+    def _settled(self, engine: Engine) -> Settled:
+        """Also settle the factors, whose rank cannot change."""
         plan = self._proposed_plan()
         for first, *_ in plan.factors.values():
             kept = self.state.get(first.parameter, {}).get(FACTOR + first.end)
@@ -283,8 +280,7 @@ class Spectron(BaseOptimizer):
                 )
         plan.engine.prepare()
         self._plan = plan
-        self._planned_for = engine
-        return engine
+        return super()._settled(engine)
 
     def _check_together(self, group: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
         iteration_of(settings)

@@ -30,6 +30,7 @@ from megatron_eopt.optimizers.parameters import (
     names_of_last,
 )
 from megatron_eopt.optimizers.second_moment import adaptive_muon
+from megatron_eopt.optimizers.session import Settled
 from megatron_eopt.optimizers.state import StateTensor, bytes_of_entry
 from megatron_eopt.optimizers.step import Batch, Step, cast_to_average, of_parameters, scaled
 from megatron_eopt.optimizers.step_form import step_form
@@ -290,7 +291,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     def _copied(self) -> int:
         """Bytes of each entry that the program copies where kernels serve; if any, it may read gradients."""
-        of_groups = self._session.settings
+        of_groups = map(self.effective, self.param_groups)
         measures = any(each["moment2_method"] != "none" and modifiers.measures(each) for each in of_groups)
         return OF_ENTRY if measures or self._of_user("program") else self.copied
 
@@ -452,19 +453,16 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         joint = getattr(self.pg_collection, "tp_dp_cp", None) if self.tp_mode in ("owner", "auto") else None
         return shared_out(layout, sharers, joint)
 
-    def prepare(self) -> Engine:
-        """Also find scales, which a user's function may get wrong."""
-        engine = super().prepare()
-        settled = self._session.settled
-        if settled.scales is None:
-            matrices = zip(self._parameters(), engine.matrices, strict=True)
-            scales = [scales_of(self._scale(self.group_of(p)), of_p) for p, of_p in matrices]
-            form, _ = step_form(self, engine.device)
-            if form == "triton":
-                settled.kernels = StepKernels(engine)
-                engine.slice_chunks(self._copied())
-            settled.scales = scales
-        return engine
+    def _settled(self, engine: Engine) -> Settled:
+        """Also find scales, which a user's function may get wrong, and kernels."""
+        settled = super()._settled(engine)
+        matrices = zip(self._parameters(), engine.matrices, strict=True)
+        settled.scales = [scales_of(self._scale(self.group_of(p)), of_p) for p, of_p in matrices]
+        form, _ = step_form(self, engine.device)
+        if form == "triton":
+            settled.kernels = StepKernels(engine)
+            engine.slice_chunks(self._copied())
+        return settled
 
     def predicted_rms(self, rows: int, cols: int, group: Mapping[str, Any] | None = None) -> float | None:
         """RMS of first updates before ``lr``; None where gradients or a user's function decide."""

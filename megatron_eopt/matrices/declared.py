@@ -19,8 +19,6 @@ logger = logging.getLogger(__name__)
 GATE_UP = Split((Part("gate"), Part("up")), "per_shard")
 """Gate and up of a gated MLP: each shard has its part of gate, then of up (a stride of 2)."""
 
-_GROUP_PARTS: dict[int, tuple[str, ...]] = {3: ("q", "k", "v"), 4: ("q", "gate", "k", "v")}
-
 
 def interleaved(**rows: int) -> Split:
     """Consecutive groups (or heads) with these rows of every matrix."""
@@ -57,16 +55,10 @@ def query_key_value(shapes: Sequence[int], per_head: bool = False) -> Split:
         per_head: each head is a matrix. A group has one head of k and one of v; heads of q have the rows of k's, heads
             of the gate those of v's.
     """
-    names = _GROUP_PARTS.get(len(shapes))
-    if per_head:
-        if names is None:
-            raise ValueError(f"a group has q, k and v or q, gate, k and v, got {len(shapes)} parts: {list(shapes)}")
-        *_, k, v = shapes
-        heads = (k, k, v) if len(shapes) == 3 else (k, v, k, v)
-        return Split(tuple(map(Part, names, shapes, heads)))
-    if names is None:
-        names = tuple(f"part {i}" for i in range(len(shapes)))
-    return Split(tuple(map(Part, names, shapes)))
+    *_, k, v = shapes
+    heads = {"q": k, "k": k, "v": v} if len(shapes) == 3 else {"q": k, "gate": v, "k": k, "v": v}
+    parts = zip(heads, shapes, heads.values(), strict=True)
+    return Split(tuple(Part(name, rows, each=head if per_head else None) for name, rows, head in parts))
 
 
 def key_value(k: int, v: int, per_head: bool = False) -> Split:
@@ -110,12 +102,8 @@ def declare(pattern: str, split: Split) -> None:
     Args:
         pattern: a glob (fnmatch, case-sensitive) on the whole name.
         split: the logical matrices.
-
-    Raises:
-        ValueError: if the pattern has another declaration.
     """
-    if _by_name.setdefault(pattern, split) != split:
-        raise ValueError(f"{pattern!r} is declared already, otherwise: {_by_name[pattern]}")
+    _by_name[pattern] = split
 
 
 def undeclare(pattern: str) -> None:
@@ -155,14 +143,8 @@ def warn_of_unmatched(names: Sequence[str]) -> None:
 
 
 def declared_split(parameter: Tensor) -> Split | None:
-    """A parameter's attribute, None without; ``ValueError`` for no Split."""
-    split: Split | None = getattr(parameter, ATTRIBUTE, None)
-    if not isinstance(split, Split | None):
-        raise ValueError(
-            f"{ATTRIBUTE} of a parameter of shape {tuple(parameter.shape)} has to be a Split, got "
-            f"{type(split).__name__}: see megatron_eopt.matrices"
-        )
-    return split
+    """A parameter's attribute, None without."""
+    return getattr(parameter, ATTRIBUTE, None)
 
 
 def is_transposed(parameter: Tensor) -> bool:
@@ -180,8 +162,8 @@ def split_of(
     """The logical matrices of a parameter, by attribute or ``is_qkv_fn``.
 
     None if neither says that it is fused. ``is_qkv_fn`` tells fused query, key and value projections (None: they are
-    not split), ``qkv_split_shapes`` serve those without that attribute. Raises ``ValueError`` for an attribute that is
-    no Split, and for missing or wrong shapes.
+    not split), ``qkv_split_shapes`` serve those without that attribute. Raises ``ValueError`` for missing or wrong
+    shapes.
     """
     declared = declared_split(parameter)
     if declared is not None or is_qkv_fn is None or not is_qkv_fn(parameter):

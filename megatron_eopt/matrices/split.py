@@ -147,14 +147,13 @@ WHOLE = Split()
 
 def _blocks(part: Part, rows: int) -> list["Block"]:
     if part.each is not None:
-        if rows % part.each:
-            raise ValueError(f"{part.name} has {rows} rows, which are no multiple of the {part.each} of each matrix")
-        return [Block(f"{part.name} {i}", part.each) for i in range(rows // part.each)]
-    inside = part.inside or ((part.name, rows),)
-    if sum(size for _, size in inside) != rows:
-        listed = ", ".join(f"{name} {size}" for name, size in inside)
+        blocks = [Block(f"{part.name} {i}", part.each) for i in range(rows // part.each)]
+    else:
+        blocks = [Block(name, size) for name, size in part.inside or ((part.name, rows),)]
+    if sum(block.rows for block in blocks) != rows:
+        listed = ", ".join(f"{name} {size}" for name, size in blocks)
         raise ValueError(f"{part.name} has {rows} rows, which are not those of the matrices inside it: {listed}")
-    return [Block(name, size) for name, size in inside]
+    return blocks
 
 
 Run = tuple[int, int]  # logical matrix, number of rows

@@ -39,7 +39,6 @@ from megatron_eopt.parallel.collectives import all_gather, broadcast
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import Layout, on_one_rank, shared_out
 from megatron_eopt.settings.records import Setting
-from megatron_eopt.settings.values import process_group_or_none
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +99,7 @@ class DistributedMuon(StackedOptimizer):
 
     own_settings = (
         Setting("ns_steps"),
-        Setting("process_group", check=process_group_or_none, whole=True),
+        Setting("process_group", whole=True),
         Setting("collective_state_dict", whole=True),
     )
     fp32_matmul_prec: MatmulPrecision

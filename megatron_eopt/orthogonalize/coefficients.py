@@ -120,18 +120,15 @@ def get_coefficients(coefficient_type: CoefficientType = "quintic", steps: int =
     name = coefficient_type if isinstance(coefficient_type, str) else "custom"
     coefficients = _set(coefficient_type)
     length = len(coefficients)
-    if steps != length and name == "cubic5":
-        raise ValueError(f"{name} is served in exactly {length} Newton-Schulz steps, got {steps}")
-    if steps <= length:
-        return coefficients[:steps]
     if name in _REPEAT_LAST:
-        return coefficients + coefficients[-1:] * (steps - length)
-    if steps % length:
+        return coefficients[:steps] + coefficients[-1:] * (steps - length)
+    if steps != length and (name == "cubic5" or (steps > length and steps % length)):
+        more = "" if name == "cubic5" else ", fewer, or a multiple of it"
         raise ValueError(
             f"{name} has {length} polynomials that were fitted together, so it cannot be served in {steps} "
-            f"Newton-Schulz steps: take at most {length}, or a multiple of {length}"
+            f"Newton-Schulz steps: take {length}{more}"
         )
-    return coefficients * (steps // length)
+    return (coefficients * -(-steps // length))[:steps]
 
 
 def name_of_schedule(schedule: Sequence[Sequence[float]]) -> str:
@@ -229,11 +226,9 @@ def optimal_quintic(
     Raises:
         ValueError: unless ``0 < lower < upper``, ``1 <= steps <= 100`` and ``0 <= cushion < 1``.
     """
-    if not 0 < lower < upper < math.inf:
-        raise ValueError(f"expected singular values with 0 < lower < upper, got [{lower!r}, {upper!r}]")
     check_count("the number of steps", steps, most=MAX_STEPS)
-    if not 0 <= cushion < 1:
-        raise ValueError(f"the cushion must be a ratio of at least 0 and below 1, got {cushion!r}")
+    if not (0 < lower < upper < math.inf and 0 <= cushion < 1):
+        raise ValueError(f"expected 0 < lower < upper and 0 <= cushion < 1, got {lower!r}, {upper!r} and {cushion!r}")
     schedule = []
     for _ in range(steps):
         a, b, c = best = best_quintic(max(lower, cushion * upper), upper)

@@ -138,17 +138,13 @@ def newton_schulz(
         A new tensor of the shape and dtype of ``x``. Nothing waits for the device.
 
     Raises:
-        TypeError: if ``x`` is not floating point.
-        ValueError: if ``x`` is neither 2-D nor 3-D, for an unknown schedule, precision, form or preset, and for a Gram
-            form that is not safe for the schedule or the precision.
+        ValueError: if ``x`` is neither 2-D nor 3-D, for an unknown schedule, precision or form, and for a Gram form
+            that is not safe for the schedule or the precision.
     """
-    if not x.is_floating_point():
-        raise TypeError(f"only floating-point matrices can be orthogonalized, got {x.dtype}")
     x = x.detach()  # memory is reused, which a graph of gradients would need
     if x.ndim not in (2, 3):
         raise ValueError(f"expected a matrix or a stack of matrices (2-D or 3-D), got shape {tuple(x.shape)}")
     check_choice("form", form, get_args(Form))
-    check_choice("preset", preset, forms.PRESETS)
     fast_type, fast_steps, extra = forms.PRESETS[preset]
     if preset == "fast":
         coefficient_type = fast_type

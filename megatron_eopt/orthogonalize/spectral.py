@@ -59,8 +59,6 @@ def power_iterations(
 
     Returns also ``W v`` (... x rows), for quotients. ``summed`` is called twice a step, for all matrices at once.
     """
-    if steps < 1:
-        raise ValueError(f"a power iteration has at least 1 step, got {steps}")
     us = list(us)
     for _ in range(steps):
         products = [_times(W, u, transposed=True) for W, u in zip(matrices, us, strict=True)]
@@ -81,8 +79,6 @@ def low_rank_factors(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]
     decomposition of ``W``, and squaring leaves 1e-8 of ``||W||``, less than fp32 does. Also returns all ``S`` in fp64,
     the largest first.
     """
-    if not 1 <= rank <= min(matrix.shape):
-        raise ValueError(f"a matrix {tuple(matrix.shape)} has factors of rank 1 to {min(matrix.shape)}, got {rank}")
     transposed = matrix.size(0) > matrix.size(1)
     W = matrix.double()
     if transposed:

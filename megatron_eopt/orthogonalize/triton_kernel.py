@@ -16,8 +16,6 @@ from megatron_eopt.orthogonalize import triton_norms
 from megatron_eopt.orthogonalize.products import Fp32Precision, Products
 from megatron_eopt.orthogonalize.triton_launch import Call, Launcher
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
 
 @dataclass(frozen=True)
 class Tiles:
@@ -72,10 +70,8 @@ def symmetric_product(
 
     ``a`` and ``b`` are (rows x cols) or (n x rows x cols), both in fp16, bf16 or fp32. ``c``, not read where ``beta``
     is 0, and ``out``, none of the inputs, are (rows x rows) or (n x rows x rows), of any floating dtype. All may have
-    any strides. Raises ``TypeError`` for dtypes.
+    any strides.
     """
-    if a.dtype not in _DTYPES or a.dtype != b.dtype:
-        raise TypeError(f"expected factors of one dtype, fp16, bf16 or fp32, got {a.dtype} and {b.dtype}")
     if out is None:
         out = a.new_empty(*a.shape[:-1], a.size(-2))
     if out.numel() == 0:

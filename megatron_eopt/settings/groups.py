@@ -53,9 +53,9 @@ def named(number: int, groups: Sequence[object]) -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError) as error:
-        if len(groups) == 1 or f"group {number}" in str(error):
-            raise
-        raise type(error)(f"group {number}: {error}") from error
+        if len(groups) > 1 and f"group {number}" not in str(error):
+            error.args = (f"group {number}: {error}",)
+        raise
 
 
 def warn(message: str) -> None:
@@ -137,15 +137,13 @@ def also_called[**P](**names: str | tuple[str, dict[Any, Any]]) -> Callable[[Cal
     def decorate(init: Callable[P, None]) -> Callable[P, None]:
         @functools.wraps(init)
         def accepting(*args: P.args, **kwargs: P.kwargs) -> None:
+            renamed: dict[str, Any] = {}
             for other, meant in names.items():
-                if other not in kwargs:
-                    continue
-                name, values = (meant, {}) if isinstance(meant, str) else meant
-                if name in kwargs:
-                    raise TypeError(f"{other} is another name for {name}: give one of the two")
-                value = kwargs.pop(other)
-                kwargs[name] = values.get(value, value)
-            init(*args, **kwargs)
+                if other in kwargs:
+                    name, values = (meant, {}) if isinstance(meant, str) else meant
+                    value = kwargs.pop(other)
+                    renamed[name] = values.get(value, value)
+            init(*args, **renamed, **kwargs)  # a TypeError where both names are given
 
         return accepting
 

@@ -20,7 +20,6 @@ from megatron_eopt.settings.values import (
     Check,
     count,
     one_of,
-    process_group_or_none,
     two_below_1,
 )
 
@@ -84,11 +83,6 @@ class Setting:
 def _check_momentum_dtype(called: str, value: Any) -> None:
     if value not in MOMENTUM_DTYPES.values():
         raise ValueError(f"{called} is None, for that of each parameter, or torch.bfloat16, got {value!r}")
-
-
-def _check_fraction(called: str, value: Any) -> None:
-    if type(value) not in (int, float) or not 0 <= value <= 1:
-        raise ValueError(f"{called} must lie in [0, 1], got {value!r}")
 
 
 RATES = (
@@ -213,7 +207,7 @@ SECOND_MOMENT = (
 )
 
 EXECUTION = (
-    Setting("data_parallel_group", check=process_group_or_none, whole=True),
+    Setting("data_parallel_group", whole=True),
     Setting("cuda_graphs", "Replay the step as a CUDA graph, where no other rank shares a parameter.", whole=True),
     Setting(
         "symmetric_products",
@@ -223,7 +217,7 @@ EXECUTION = (
         choices=KERNELS,
     ),
     Setting("workspace", check=count(1), whole=True),
-    Setting("offload_fraction", check=_check_fraction, whole=True),
+    Setting("offload_fraction", check=UP_TO_1, whole=True),
     Setting("momentum_dtype", check=_check_momentum_dtype, whole=True),
     Setting(
         "step_kernels",

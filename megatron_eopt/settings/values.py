@@ -6,7 +6,6 @@ from numbers import Real
 from typing import Any
 
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from megatron_eopt.orthogonalize.choices import check_count
 
@@ -65,15 +64,6 @@ def flag_or_none(called: str, value: Any) -> None:
         flag(called, value)
 
 
-def process_group_or_none(called: str, value: Any) -> None:
-    """A process group, or None."""
-    if value is not None and not isinstance(value, ProcessGroup):
-        raise TypeError(
-            f"{called} must be a process group, such as torch.distributed.group.WORLD or a mesh's get_group(), or "
-            f"None, got {value!r}"
-        )
-
-
 def two_below_1(called: str, value: Any) -> None:
     """Two numbers in [0, 1), as betas are."""
     for each in value if isinstance(value, list | tuple) else [value]:
@@ -85,14 +75,10 @@ def two_below_1(called: str, value: Any) -> None:
 
 def check_scalar(called: str, value: Any) -> None:
     """Refuse what is no number and no tensor of one entry."""
-    expected = f"{called} must be a number, or a tensor of one entry, got {value!r}"
-    if isinstance(value, Tensor):
-        if value.numel() != 1:
-            raise ValueError(expected)
-        return
-    # numbers of numpy's have no dimensions
-    if isinstance(value, bool) or not (isinstance(value, Real) or getattr(value, "ndim", None) == 0):
-        raise TypeError(expected)
+    is_tensor = isinstance(value, Tensor) and value.numel() == 1
+    is_number = isinstance(value, Real) or getattr(value, "ndim", None) == 0  # numbers of numpy's have no dimensions
+    if isinstance(value, bool) or not (is_tensor or is_number):
+        raise ValueError(f"{called} must be a number, or a tensor of one entry, got {value!r}")
 
 
 def is_readable(value: Any) -> bool:

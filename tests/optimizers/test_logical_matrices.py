@@ -85,7 +85,6 @@ def test_what_a_parameter_declares_wins():
             r"shape \(5, 4\) is not what was declared of it: 5 rows over all ranks are not those declared",
         ),
         ((8, 4), interleaved(q=2, k=1), r"declared of it: 8 rows .* one query group \[2, 1\]"),
-        ((8, 4), [2, 1, 1], r"logical_matrices of a parameter of shape \(8, 4\) has to be a Split, got list"),
     ],
 )
 def test_a_parameter_that_is_another_than_declared_is_refused(shape, split, message):

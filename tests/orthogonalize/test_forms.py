@@ -216,7 +216,6 @@ def test_means_of_triangles_are_exactly_symmetric_products(dtype, stack):
     ("settings", "message"),
     [
         ({"form": "grams"}, "unknown form 'grams': expected one of auto, standard, gram"),
-        ({"preset": "exact"}, "unknown preset 'exact': expected one of fast, default, accurate"),
         (
             {"form": "gram", "fp32_matmul_prec": "medium"},
             "the Gram form is not safe with 'quintic' in 5 steps and torch.b",

@@ -83,18 +83,10 @@ def test_a_zero_matrix_in_a_stack_leaves_the_others():
     torch.testing.assert_close(result[[0, 2]], newton_schulz(x[[0, 2]]), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("x", "error", "message"),
-    [
-        (torch.ones(4, 4, dtype=torch.int64), TypeError, r"floating-point matrices .* got torch\.int64"),
-        (torch.ones(4, 4, dtype=torch.complex64), TypeError, "complex64"),
-        (torch.ones(4), ValueError, r"2-D or 3-D\), got shape \(4,\)"),
-        (torch.ones(1, 2, 4, 4), ValueError, r"got shape \(1, 2, 4, 4\)"),
-    ],
-)
-def test_what_is_no_matrix_is_refused(x, error, message):
-    with pytest.raises(error, match=message):
-        newton_schulz(x)
+@pytest.mark.parametrize("shape", [(4,), (1, 2, 4, 4)])
+def test_what_is_no_matrix_is_refused(shape):
+    with pytest.raises(ValueError, match=r"2-D or 3-D"):
+        newton_schulz(torch.ones(shape))
 
 
 def test_an_unknown_precision_is_refused():

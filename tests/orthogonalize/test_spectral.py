@@ -90,16 +90,3 @@ def test_factors_of_low_rank_are_the_closest():
     torch.testing.assert_close(error, torch.tensor(SPECTRUM[3:]).norm(), rtol=1e-5, atol=0)
     for factor in (A, B):  # both have the roots of the singular values
         torch.testing.assert_close(torch.linalg.svdvals(factor), torch.tensor(SPECTRUM[:3]).sqrt())
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: power_iteration(torch.ones(3, 2), torch.ones(3), 0), "at least 1 step, got 0"),
-        (lambda: low_rank_factors(torch.ones(3, 2), 3), r"\(3, 2\) has factors of rank 1 to 2, got 3"),
-        (lambda: low_rank_factors(torch.ones(3, 2), 0), "rank 1 to 2, got 0"),
-    ],
-)
-def test_wrong_arguments(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()

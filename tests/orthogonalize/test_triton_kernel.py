@@ -216,17 +216,6 @@ def half_the_tiles():
         triton_kernel._launch = launch
 
 
-@case
-def wrong_arguments():
-    x = gaussian(4, 5)
-    for error, name, arguments in (
-        (TypeError, "float64", {"a": x.double(), "b": x.double()}),
-        (TypeError, "float16", {"a": x, "b": x.half()}),
-    ):
-        with pytest.raises(error, match=name):
-            product(**arguments)
-
-
 def normalized(x, dtype, **more):
     from megatron_eopt.orthogonalize.triton_kernel import Triton
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_eopt.matrices import query_key_value
+from megatron_eopt.matrices import Part, Split
 from megatron_eopt.parallel.attributes import is_expert, is_sharded, layout_of
 from megatron_eopt.parallel.layout import Layout, local_rows, on_one_rank, split_layout
 from megatron_eopt.parallel.rectangles import Rectangle, cut, cut_at, whole
@@ -116,15 +116,16 @@ def grids(draw):
 @given(grid=grids())
 def test_logical_matrices_of_any_cut(grid):
     layout, shapes = grid
+    split = Split(tuple(Part(f"part {i}", rows) for i, rows in enumerate(shapes)))
     matrix = torch.arange(layout.shape[0] * layout.shape[1]).view(layout.shape)
-    logical, layouts = split_rows(matrix, shapes), split_layout(layout, query_key_value(shapes))
+    logical, layouts = split_rows(matrix, shapes), split_layout(layout, split)
     assert [part.shape for part in layouts] == [tuple(x.shape) for x in logical]
     assert {(part.group, part.label) for part in layouts} == {(layout.group, layout.label)}
 
     times_held = [torch.zeros_like(x) for x in logical]
     for rank, rectangle in enumerate(layout.rectangles):
         shard = part_of(matrix, rectangle)
-        rows = local_rows(replace(layout, group=Group(layout.ranks, rank)), query_key_value(shapes))
+        rows = local_rows(replace(layout, group=Group(layout.ranks, rank)), split)
         parts = rows.split(shard)
         for i, part in enumerate(parts):
             part_of(times_held[i], layouts[i].rectangles[rank]).add_(1)

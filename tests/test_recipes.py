@@ -12,8 +12,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from megatron_eopt.tools.plan.described import planned_run
-from megatron_eopt.tools.plan.described.model import described_run
+from megatron_eopt.tools.plan.command import planned_run
+from megatron_eopt.tools.plan.model import described_run
 
 ROOT = Path(__file__).parents[1]
 RECIPES = {"llama3-8b": 16, "llama3-70b": 128, "qwen3-30b-a3b": 32, "deepseek-v3": 1024}  # GPUs
@@ -35,15 +35,15 @@ def test_every_recipe_is_here():
 def test_megatron_takes_a_recipe_counts_its_samples_and_every_gpu_has_room(name):
     flags = [*flags_of(name), "--tokenizer-type", "NullTokenizer"]
     run = planned_run(flags, RECIPES[name])
-    assert run.problems == run.warnings == []
     state = [float(re.match(r"State, .*: (\S+) MB", text)[1].replace(",", "")) for text in run.stages]
     assert max(state) < 40e3  # of 80 GB; the rest is for parameters, gradients and activations
-    with described_run(flags, 0, RECIPES[name]) as described:
+    with described_run(flags, 0, RECIPES[name]) as (described, _):
         from megatron.training.training import get_train_valid_test_num_samples
 
         training, *others = get_train_valid_test_num_samples()
-    assert training == described.args.train_iters * described.args.global_batch_size
-    assert min(others) >= 10 * described.args.global_batch_size
+    args = described.facts.args
+    assert training == args.train_iters * args.global_batch_size
+    assert min(others) >= 10 * args.global_batch_size
 
 
 def test_shell_scripts_pass_shellcheck(tmp_path):
@@ -205,8 +205,7 @@ def test_a_job_saves_before_its_time_ends_and_goes_on(job, tmp_path):
 def test_a_mistake_ends_a_job_before_it_trains(job):
     run, requeued = job
     for mistake, message in (
-        (["--muon-prest", "match_adamw"], "megatron-eopt plan: error"),
-        (["--global-batch-size", 3], "megatron-eopt plan: error"),
+        (["--muon-prest", "match_adamw"], "did you mean --muon-preset?"),
         (["--load", "elsewhere"], "--save and --load are what SAVE says"),
         (["--save=elsewhere"], "--save and --load are what SAVE says"),
     ):

@@ -21,7 +21,7 @@ from megatron_eopt.routing.rules import match_counts
 from megatron_eopt.routing.settings import ENDS, OF_ALL, settings_of_groups
 
 _OF_RUN = {*OF_ALL, "split"}  # settings that are no optimizer's
-_NOT_REGISTERED: dict[str, Any] = {"adam": torch.optim.AdamW, "sgd": torch.optim.SGD}  # Megatron builds such
+NOT_REGISTERED: dict[str, Any] = {"adam": torch.optim.AdamW, "sgd": torch.optim.SGD}  # Megatron builds such
 _RATES = {"lr": "max_lr", "min_lr": "min_lr", "lr_mult": "lr_mult"}  # setting -> its name in Megatron's groups
 
 
@@ -177,7 +177,7 @@ def refuse_bad_values(assigned: Sequence[Assignment], config: Any, chunks: Seque
             if name in EMERGING_OPTIMIZERS:
                 create_emerging_optimizer(config, [{"params": [], **settings}], name, chunks, pg_collection)
             else:
-                _NOT_REGISTERED[name]([torch.zeros(1)], **settings)
+                NOT_REGISTERED[name]([torch.zeros(1)], **settings)
         except Exception as failure:  # of whatever kind a user's optimizer raises
             return str(failure)
         return None

@@ -3,9 +3,7 @@
 import importlib
 import re
 import sys
-from argparse import Namespace
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
@@ -123,11 +121,3 @@ def delta_product_rows(module: Any) -> dict[str, int]:
         **{f"b{step}": module.nheads for step in steps},
         "a": module.nheads,
     }
-
-
-def gpt_builder(args: Namespace, groups: Any) -> Callable[..., Module]:
-    """Builds a GPT's stage of ``pre_process``, ``post_process``, ``vp_stage``."""
-    from megatron.training.argument_utils import gpt_config_from_args
-
-    config = gpt_config_from_args(args)
-    return partial(config.get_builder_cls()(config).build_model, groups)

@@ -150,9 +150,9 @@ def compared(ranks: int) -> tuple[int, int]:
 def described() -> float:
     """CPU seconds of ``plan -- FLAGS``, with the import of Megatron."""
     start = time.process_time()
-    from megatron_eopt.tools.plan.described import planned_run
+    from megatron_eopt.tools.plan.command import planned_run
 
-    run = planned_run(RUN.split(), None)
+    run = planned_run(RUN.split(), STAGES * EXPERT_RANKS)
     assert len(run.stages) == STAGES
     return time.process_time() - start
 

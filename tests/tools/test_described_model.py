@@ -5,7 +5,6 @@ Run as a program, on ranks of its own, this file builds the same model for real,
 
 import json
 import os
-import random
 import re
 import subprocess
 import sys
@@ -15,8 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_eopt.megatron import activation
 from megatron_eopt.tools import cpu
-from megatron_eopt.tools.plan.described.model import described_run, ranks_to_describe
+from megatron_eopt.tools.plan.model import described_run
 from tests.megatron.runs import MUON, ROOT, SMALL_GPT, start
 
 pytestmark = [pytest.mark.wide, pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is in use")]
@@ -74,29 +74,28 @@ def test_equals_the_real_model_on_every_rank(tmp_path):
     assert done.returncode == 0, done.stdout[-6000:]
     for rank in range(4):
         real = torch.load(tmp_path / f"{rank}.pt")
-        with described_run(flags, rank) as run:
-            assert run.args.world_size == 4
+        with described_run(flags, rank, 4) as (run, overrides):
             assert {parameter.device.type for chunk in run.model_chunks for parameter in chunk.parameters()} == {"meta"}
-            found = contents(run.model_chunks, run.pg_collection)
+            found = contents(run.model_chunks, run.groups)
             assert found["parameters"] == real["parameters"]
             assert found["places"] == real["places"]
-            assert settings(run.optimizer_config, run.config_overrides) == real["settings"]
+            assert settings(run.config, overrides) == real["settings"]
 
 
 def test_a_model_of_70_billion_parameters_needs_no_room():
     code = (
         "import json, re, sys\n"
-        "from megatron_eopt.tools.plan.described.model import described_run, ranks_to_describe\n"
+        "import torch.distributed as dist\n"
+        "from megatron_eopt.tools.plan.model import described_run\n"
         "assert not [name for name in sys.modules if name.split('.')[0] == 'megatron']\n"
-        "flags, rank, ranks, shapes, sums = json.loads(sys.argv[1]), 0, None, {}, []\n"
-        "while ranks is None or rank in ranks:\n"
-        "    with described_run(flags, rank) as run:\n"
-        "        ranks = ranks_to_describe(run.args)\n"
+        "flags, rank, shapes, sums = json.loads(sys.argv[1]), 0, {}, []\n"
+        "while rank is not None:\n"
+        "    with described_run(flags, rank, 64) as (run, _):\n"
+        "        ranks = dist.get_process_group_ranks(run.groups.pp)\n"
         "        parameters = list(run.model_chunks[0].named_parameters())\n"
         "    shapes |= {name: list(parameter.shape) for name, parameter in parameters}\n"
         "    sums.append(sum(parameter.numel() * (8 if parameter.ndim == 2 else 1) for _, parameter in parameters))\n"
-        "    later = [each for each in ranks if each > rank]\n"
-        "    rank = later[0] if later else -1\n"
+        "    rank = next((each for each in ranks if each > rank), None)\n"
         # the peak of this program: what getrusage tells begins with that of the process that started it
         "used = int(re.search(r'VmHWM:\\s+(\\d+) kB', open('/proc/self/status').read())[1])\n"
         "print(json.dumps({'ranks': ranks, 'kilobytes': used, 'shapes': shapes, 'sum': sum(sums)}))\n"
@@ -130,9 +129,10 @@ def test_a_model_of_70_billion_parameters_needs_no_room():
 def test_the_first_rank_of_each_stage_is_described(world, sizes):
     places = []
     for rank in range(world):
-        with described_run([*SMALL, *EXPERTS, *sizes], rank, world) as run:
-            places.append(contents([], run.pg_collection)["places"])
-            ranks = ranks_to_describe(run.args)
+        with described_run([*SMALL, *EXPERTS, *sizes], rank, world) as (run, _):
+            places.append(contents([], run.groups)["places"])
+            if rank == 0:
+                ranks = dist.get_process_group_ranks(run.groups.pp)
     assert [places[rank]["pp"][0] for rank in ranks] == [*range(places[0]["pp"][1])]
     assert {places[rank][name][0] for rank in ranks for name in ("tp", "dp", "ep", "expt_tp", "expt_dp")} == {0}
 
@@ -140,16 +140,14 @@ def test_the_first_rank_of_each_stage_is_described(world, sizes):
 def test_flags_that_need_a_gpu_or_files_change_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     sizes = ["--tensor-model-parallel-size", "2"]
-    with described_run([*SMALL, *sizes, "--bf16"]) as run:
-        expected = contents(run.model_chunks, run.pg_collection)
-        assert run.notes == ()
+    with described_run([*SMALL, *sizes, "--bf16"], world_size=2) as (run, _):
+        expected = contents(run.model_chunks, run.groups)
     gpu = """--transformer-impl transformer_engine --fp8-format hybrid --tp-comm-overlap --sequence-parallel
         --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --attention-backend flash
         --save here --save-interval 5 --load nowhere --data-path nowhere --tensorboard-dir here""".split()
     flags = [flag for flag in SMALL if not flag.startswith("--no-") or flag == "--no-create-attention-mask"]
-    with described_run([*flags, *sizes, "--bf16", *gpu]) as run:
-        found = contents(run.model_chunks, run.pg_collection)
-        assert "linear_qkv.layer_norm_weight" in run.notes[0]
+    with described_run([*flags, *sizes, "--bf16", *gpu], world_size=2) as (run, _):
+        found = contents(run.model_chunks, run.groups)
     for chunk in found["parameters"] + expected["parameters"]:
         for _, _, marks in chunk.values():
             marks.pop("sequence_parallel", None)
@@ -164,7 +162,7 @@ LATENT = """--multi-latent-attention --q-lora-rank 24 --kv-lora-rank 16 --qk-hea
 @pytest.mark.parametrize(("layers", "parts"), [("transformer_engine", 1), ("local", 2)])
 def test_down_projections_of_latent_attention_are_whole_with_transformer_engine(layers, parts):
     flags = without(without(SMALL, "--group-query-attention", 0), "--num-query-groups")
-    with described_run([*flags, *LATENT, "--transformer-impl", layers]) as run:
+    with described_run([*flags, *LATENT, "--transformer-impl", layers], world_size=2) as (run, _):
         found = shapes(run)
     attention = "module.decoder.layers.0.self_attention"
     assert found[f"{attention}.linear_q_down_proj.weight"] == (24 // parts, 64)
@@ -172,10 +170,9 @@ def test_down_projections_of_latent_attention_are_whole_with_transformer_engine(
     assert found[f"{attention}.linear_q_up_proj.weight"] == (4 * (16 + 8) // 2, 24)
 
 
-def test_grouped_experts_are_named_in_a_note():
+def test_grouped_experts_are_layers_of_their_own():
     flags = [*SMALL, *EXPERTS, "--expert-model-parallel-size", "4", "--moe-grouped-gemm"]
-    with described_run([*flags, "--transformer-impl", "transformer_engine"], rank=2) as run:
-        assert "experts.linear_fc1.weight0" in run.notes[1]
+    with described_run([*flags, "--transformer-impl", "transformer_engine"], 2, 4) as (run, _):
         found = {name: shape for name, shape in shapes(run).items() if "experts" in name and "layers.1." in name}
     assert found == {
         "module.decoder.layers.1.mlp.experts.local_experts.0.linear_fc1.weight": (2 * 48, 64),
@@ -183,67 +180,31 @@ def test_grouped_experts_are_named_in_a_note():
     }
 
 
-def process():
-    """What a described run could leave behind."""
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import random as tracked
-    from megatron.training import arguments, global_vars, training
-
-    modules = (parallel_state, tracked, arguments, global_vars, training, torch, torch.cuda, dist)
-    return {
-        **{module.__name__: dict(vars(module)) for module in modules},
-        "state": (sys.argv[:], dict(os.environ), random.getstate(), torch.get_rng_state().tolist()),
-        "running": (dist.is_initialized(), cpu.installed()),
-    }
-
-
-def test_the_process_is_as_it_was_also_after_an_error():
-    with described_run(SMALL):
-        pass  # imports what it needs
-    before = process()
-    with described_run([*SMALL, *EXPERTS, *FOUR_RANKS], rank=3) as run:
+def test_one_description_after_another_leaves_nothing():
+    environment = dict(os.environ)
+    with described_run([*SMALL, *EXPERTS, *FOUR_RANKS], 3, 4):
         assert dist.get_rank() == 3
-        assert process() != before
-    assert process() == before
-    with pytest.raises(KeyError), described_run(SMALL):
-        raise KeyError("the caller's own")
-    assert process() == before
-    with pytest.raises(ValueError, match="unrecognized arguments: --unknown"), described_run([*SMALL, "--unknown"]):
+    with pytest.raises(AssertionError), described_run([*SMALL, "--num-attention-heads", "5"]):
         pass
-    assert process() == before
-    assert sum(parameter.numel() for parameter in run.model_chunks[0].parameters()) > 0
+    assert not cpu.installed()
+    assert not dist.is_initialized()
+    assert not activation.activated()
+    assert dict(os.environ) == environment
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([*SMALL, "--optimizer", "moun"], "refuses the flags: argument --optimizer: invalid choice: 'moun'"),
-        ([*SMALL, "--num-attention-heads", "5"], r"refuses the flags: assert args.hidden_size % args.num_attention"),
-        ([*SMALL, "--tensor-model-parallel-size", "3"], r"cannot build this model .* must be a multiple of tensor_mod"),
         (without(SMALL, "--vocab-size"), "no tokenizer is read here: add --vocab-size"),
-        ([*SMALL, "--use-checkpoint-args", "--load", "nowhere"], "takes the model's sizes from a checkpoint"),
-        ([*SMALL, "--hybrid-layer-pattern", "M*M*"], "hybrid models .*--hybrid-layer-pattern.* cannot be described"),
-        pytest.param(
-            [*SMALL, "--tensor-parallel-num-weight-shards", "2"],
-            "alone cuts weights twice",
-            marks=pytest.mark.since(0, 19),
-        ),
-        ([*SMALL, "--use-megatron-fsdp"], "FSDP cuts parameters in a way of its own"),
+        ([*SMALL, "--use-checkpoint-args", "--load", "nowhere"], "--use-checkpoint-args cannot be described"),
+        ([*SMALL, "--hybrid-layer-pattern", "M*M*"], "--hybrid-layer-pattern cannot be described"),
+        ([*SMALL, "--use-megatron-fsdp"], "--use-megatron-fsdp cannot be described"),
+        ([*SMALL_GPT, "--num-layers", "2", "--train-iters", "1"], "unknown optimizer 'adam'"),
     ],
 )
 def test_what_cannot_be_described_is_refused(flags, message):
     with pytest.raises(ValueError, match=message), described_run(flags):
         pass
-
-
-def test_a_process_that_takes_part_in_a_run_is_left_alone():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with pytest.raises(ValueError, match="process group twice"), described_run(SMALL):
-            pass
-        assert dist.get_backend() == "gloo"
-    finally:
-        dist.destroy_process_group()
 
 
 def build():
@@ -253,6 +214,7 @@ def build():
     from megatron.training.arguments import parse_and_validate_args
     from megatron.training.initialize import initialize_megatron
 
+    from megatron_eopt.megatron.factory import OptimizerOfRun
     from megatron_eopt.megatron.given import complete
 
     args = parse_and_validate_args()
@@ -264,6 +226,7 @@ def build():
     )
     config, overrides = training.get_megatron_optimizer_config(args)
     complete(config, args)  # as our builder does
+    config = OptimizerOfRun(config, chunks, groups).config
     found = contents(chunks, groups) | {"settings": settings(config, overrides)}
     torch.save(found, Path(os.environ["RECORD"]) / f"{dist.get_rank()}.pt")
     dist.destroy_process_group()

@@ -2,30 +2,54 @@
 
 import argparse
 import os
-import warnings
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from megatron_eopt.routing import table, write_json
-from megatron_eopt.screen import wrapped
+import torch.distributed as dist
+
+from megatron_eopt.routing import ParamPattern, families, merged, table, write_json
+from megatron_eopt.screen import counted, wrapped
+
+
+class PlannedRun(NamedTuple):
+    """What the first rank of each pipeline stage would do."""
+
+    families: list[ParamPattern]  # the manifest, as the run will print it
+    ranks: str
+    stages: list[str]  # state and plans
 
 
 def run(options: argparse.Namespace, flags: Sequence[str]) -> int:
     """Print a plan; returns the exit status."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the CPU stands in for the run's GPUs
-    from megatron_eopt.tools.plan.described import planned_run
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron's, of missing packages
-        planned = planned_run(flags, options.world_size)
+    planned = planned_run(flags, options.world_size)
     print(f"{planned.ranks}\n\n{table(planned.families, full=options.full)}")
     numbers_of: dict[str, list[str]] = {}
     for number, text in enumerate(planned.stages):
         numbers_of.setdefault(text, []).append(str(number))
     for text, numbers in numbers_of.items():
         print(f"\n{wrapped(f'The first rank of pipeline stage {", ".join(numbers)}:')}\n\n{text}")
-    for kind, messages in (("warning", planned.warnings), ("note", planned.notes), ("problem", planned.problems)):
-        for message in messages:
-            print(f"\n{wrapped(f'{kind}: {message}')}")
     if options.json is not None:
         write_json(planned.families, options.json)
-    return 1 if planned.problems else 0
+    return 0
+
+
+def planned_run(flags: Sequence[str], world_size: int = 1) -> PlannedRun:
+    """Describe and plan the first rank of each pipeline stage."""
+    from megatron_eopt.tools.plan.model import described_run
+
+    ranks = [0]
+    texts: list[str] = []
+    of_stages = []
+    while len(texts) < len(ranks):
+        with described_run(flags, ranks[len(texts)], world_size) as (described, overrides):
+            # only now: importing Megatron may need what stands in for a GPU
+            from megatron_eopt.tools.plan.stages import planned_stage
+
+            args = described.facts.args
+            ranks = dist.get_process_group_ranks(described.groups.pp)
+            rows, text = planned_stage(described, overrides)
+            of_stages.append(families(rows))
+            texts.append(text)
+    of_all = f"{counted(args.world_size, 'rank')}, data-parallel size {args.data_parallel_size}"
+    return PlannedRun(merged(of_stages), of_all, texts)

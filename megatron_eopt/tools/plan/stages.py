@@ -1,0 +1,111 @@
+"""The optimizers of a described run, on the meta device: state and plans."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from megatron_eopt.megatron.assignment import NOT_REGISTERED, Assignment, assignments, group_settings
+from megatron_eopt.megatron.dealing import balances, items_of
+from megatron_eopt.megatron.entries import Overrides, all_entries
+from megatron_eopt.megatron.factory import OptimizerOfRun
+from megatron_eopt.megatron.fused import tag
+from megatron_eopt.megatron.manifest import rows_here
+from megatron_eopt.megatron.wrappers import OptimizerParameter
+from megatron_eopt.optimizers.base import BaseOptimizer
+from megatron_eopt.optimizers.parameters import NAME, local
+from megatron_eopt.parallel.attributes import is_expert
+from megatron_eopt.parallel.deal import deal, to_and_fro
+from megatron_eopt.registry import EMERGING_OPTIMIZERS, create_emerging_optimizer
+from megatron_eopt.routing import ManifestRow
+from megatron_eopt.screen import megabytes
+
+
+def planned_stage(run: OptimizerOfRun, overrides: Overrides) -> tuple[list[ManifestRow], str]:
+    """Make a rank's optimizers as the run would; their parameters, state and plans.
+
+    Overrides that select nothing here pass: they may be for another stage, or for experts of another rank.
+    """
+    run.describe()
+    entries = all_entries(run.config, overrides)
+    run.assigned = assignments(run.parameters, run.config, entries, [1] * len(entries))
+    tag(run.check()[0])
+    built = _built(run)
+    rows = rows_here(built, run.assigned, run.config, run.groups, settled=False)
+    others = _dealt_to_others(built, run)
+    here = [each for each in built if each.main not in others]
+    state = megabytes(_state_bytes(here, rows))
+    texts = [f"State, with fp32 copies of parameters: {state} MB.", *_plans(here, run.config.muon_tp_mode)]
+    return rows, "\n\n".join(texts)
+
+
+def _built(run: OptimizerOfRun) -> list[OptimizerParameter]:
+    """Optimizers of the assigned parameters, with main copies as in the run."""
+    config = run.config
+    members_of = defaultdict[str, list[Assignment]](list)
+    for each in run.assigned:
+        if each.optimizer is not None:
+            members_of[each.optimizer].append(each)
+    built = []
+    for name, members in members_of.items():
+        groups = []
+        for each in members:
+            tensor = each.parameter.tensor
+            main = torch.nn.Parameter(torch.empty_like(tensor, dtype=torch.float32 if config.bf16 else tensor.dtype))
+            main.__dict__.update(tensor.__dict__)
+            groups.append({"params": [main], **group_settings(each, config)})
+        if name in EMERGING_OPTIMIZERS:
+            optimizer, _ = create_emerging_optimizer(config, groups, name, run.model_chunks, run.groups)
+        else:
+            optimizer = NOT_REGISTERED[name](groups, lr=0.0)
+        for each, group in zip(members, optimizer.param_groups, strict=True):
+            built.append(OptimizerParameter(each.parameter.tensor, optimizer, group, group["params"][0]))
+    return built
+
+
+def _dealt_to_others(built: Sequence[OptimizerParameter], run: OptimizerOfRun) -> set[Tensor]:
+    """Parameters that a layer-wise optimizer deals to other data-parallel ranks."""
+    others = set[Tensor]()
+    if not run.facts.layer_wise:
+        return others
+    items, works = items_of(list(dict.fromkeys(each.optimizer for each in built)))
+    by_buffers = getattr(run.facts.args, "use_layer_wise_param_layout", False)
+    for group, of_experts in ((run.groups.dp_cp, False), (run.groups.expt_dp, True)):
+        dealt = [parameter for parameter in items if is_expert(parameter) == of_experts]
+        ranks: Sequence[int] = to_and_fro([parameter.numel() for parameter in dealt], group.size())
+        if balances(run.config, run.facts.args) and not by_buffers:
+            ranks = deal([items[parameter] for parameter in dealt], ranks, group.size(), works).ranks
+        others.update(parameter for parameter, rank in zip(dealt, ranks, strict=True) if rank != group.rank())
+    return others
+
+
+def _state_bytes(here: Sequence[OptimizerParameter], rows: Sequence[ManifestRow]) -> float:
+    """Bytes of this rank."""
+    row_of = {row.name: row for row in rows}
+    found = 0.0
+    for each in here:
+        row = row_of[getattr(each.model, NAME)]
+        entries = local(each.model).numel()
+        copied = 4 if each.model.element_size() < 4 else 0
+        found += (row.state_bytes / prod(row.shape) + copied) * entries
+    return found
+
+
+def _plans(here: Sequence[OptimizerParameter], tp_mode: str) -> list[str]:
+    """The plan of each optimizer, which is left with the parameters of this rank."""
+    texts = []
+    mains = {each.main for each in here}
+    for optimizer in dict.fromkeys(each.optimizer for each in here):
+        for group in optimizer.param_groups:
+            group["params"] = [parameter for parameter in group["params"] if parameter in mains]
+        if not isinstance(optimizer, BaseOptimizer):
+            continue
+        name = type(optimizer).__name__
+        engine = optimizer.engine_to_explain()
+        if engine is None:
+            texts.append(f"{name}: there is no plan, and its work and temporaries are not counted.")
+        else:
+            texts.append(f"{name}, tp_mode {tp_mode}\n{engine.explain()}")
+    return texts

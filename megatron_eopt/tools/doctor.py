@@ -7,11 +7,8 @@ import argparse
 import contextlib
 import importlib
 import importlib.metadata
-import importlib.util
-import logging
 import platform
 import sys
-import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -50,12 +47,15 @@ def run(options: argparse.Namespace, rest: Sequence[str] | None) -> int:
     problems = []
     print(f"{'python':<20}{platform.python_version()}")
     for name, package in _PACKAGES.items():
-        found = _is_found(package.modules[0])
-        error = _import_error(package.modules) if found or package.needed else None
-        version = _version(name, package.modules[0]) if found else "not installed"
+        error = _import_error(package.modules)
+        # of a package's own name, or of the namespace that it is in
+        missing = isinstance(error, ModuleNotFoundError) and package.modules[0].startswith(str(error.name))
+        version = "not installed" if missing else _version(name, package.modules[0])
         print(f"{name:<20}{version}")
         if error is not None:
-            problems.append((f"{name} cannot be imported: {error}", package.advice))
+            if package.needed or not missing:
+                what = f"{name} cannot be imported: {type(error).__name__}: {error}"
+                problems.append((what, package.advice))
         elif name == "torch":
             print(f"{'GPU':<20}{_gpu()}")
         elif name == "megatron-core":
@@ -68,26 +68,14 @@ def run(options: argparse.Namespace, rest: Sequence[str] | None) -> int:
     return 1 if problems else 0
 
 
-def _is_found(module: str) -> bool:
+def _import_error(modules: Sequence[str]) -> Exception | None:
+    """Import modules; what they print goes to stderr."""
     try:
-        return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):  # no parent package; a module without a specification
-        return False
-
-
-def _import_error(modules: Sequence[str]) -> str | None:
-    """Import modules; what they print goes to stderr, and their warnings nowhere."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
-            warnings.simplefilter("ignore")
+        with contextlib.redirect_stdout(sys.stderr):
             for module in modules:
                 importlib.import_module(module)
     except Exception as error:  # a broken package may raise anything
-        return f"{type(error).__name__}: {error}"
-    finally:
-        logging.disable(before)
+        return error
     return None
 
 

@@ -18,7 +18,7 @@ from megatron_eopt import registry
 from megatron_eopt.from_config import with_fields
 from megatron_eopt.matrices import ATTRIBUTE
 from megatron_eopt.megatron import arguments, releases
-from megatron_eopt.megatron.averaging import averaged
+from megatron_eopt.megatron.at_average import evaluated_at_average
 from megatron_eopt.megatron.builders import checked_elsewhere, wrap_emerging_builder, wrap_group_builder
 from megatron_eopt.megatron.checkpoints import checksums, fsdp_dtensor, gated, layers, loading, whole
 from megatron_eopt.megatron.qk_clip import clip
@@ -170,7 +170,7 @@ def _of_training() -> list[Redirection]:
         Redirection(checkpointing, "read_metadata", whole.checked_tracker, empty),
         Redirection(parsing, "add_megatron_arguments", amended, parsed),
         Redirection(parsing, "validate_args", arguments.validated, fsdp),
-        Redirection(training, "evaluate", averaged, at_average),
+        Redirection(training, "evaluate", evaluated_at_average, at_average),
         Redirection(training, "clip_qk", clip, clipped),
     ]
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 _AT_ONCE = 2**22  # entries
 _SPREAD = 0x1E3779B97F4A7C14  # even, and no simple number
 
@@ -20,7 +20,7 @@ def checksum(shard: Tensor, offset: Sequence[int], shape: Sequence[int]) -> Tens
     entries = shard.detach().contiguous().view(-1)
     device = entries.device
     total = torch.zeros((), dtype=torch.int64, device=device)
-    bits = entries.view(INTEGERS[entries.element_size()])
+    bits = entries.view(_INTEGERS[entries.element_size()])
     *leading, (width, first, _) = _joined_axes(sizes, offset, shape)
     done = 0
     while done < len(bits):

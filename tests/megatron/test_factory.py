@@ -9,7 +9,7 @@ from torch import nn
 
 from megatron_eopt import ScheduleFreeAdamW, TensorParallelMuon
 from megatron_eopt.megatron.assignment import Assignment, MegatronOverrides, refuse_other_dtypes
-from megatron_eopt.megatron.averaging import averaged
+from megatron_eopt.megatron.at_average import evaluated_at_average
 from megatron_eopt.megatron.factory import OptimizerOfRun, warn_of_other_checkpoints
 from megatron_eopt.megatron.first_step import check_steps, warn_of_unused
 from megatron_eopt.megatron.parameters import trainable
@@ -193,7 +193,7 @@ def test_a_model_is_evaluated_as_its_last_optimizer_has_it():
     for _ in range(3):
         averaging.step()
     trained = model.weight.detach().clone()
-    evaluate = averaged(lambda forward_step, data, model: model[0].weight.detach().clone())
+    evaluate = evaluated_at_average(lambda forward_step, data, model: model[0].weight.detach().clone())
 
     remember(averaging, [model])
     average = averaging.optimizer.exported(model.weight)

@@ -14,7 +14,7 @@ from torch.optim.optimizer import Optimizer
 from megatron_eopt.checkpoints.contents import CheckpointError
 from megatron_eopt.checkpoints.states import BLOCK, Block, Settings, StateDict, base
 from megatron_eopt.megatron.agreement import distinct, union
-from megatron_eopt.megatron.averaging import export, go_on_from, is_average, trained
+from megatron_eopt.megatron.at_average import go_on_from, has_average, save_average, trained_parameters
 from megatron_eopt.megatron.checkpoints import matching, sharding
 from megatron_eopt.megatron.checkpoints.loading import report_changes
 from megatron_eopt.megatron.checkpoints.refusals import FORMAT, FRESH
@@ -76,8 +76,8 @@ class SavedState:
             inner["param_groups"] = []
         else:
             block |= self._about(inner["state"].get("common_step"))
-            if is_average(self._megatron):
-                export(self._megatron, model_sharded_state_dict)
+            if has_average(self._megatron):
+                save_average(self._megatron, model_sharded_state_dict)
         if self._nested:
             state_dict = {"optimizer": state_dict}
         return state_dict | {BLOCK: block}
@@ -158,7 +158,7 @@ class SavedState:
             self._megatrons_load_state_dict(inner if self._nested else state_dict)
         finally:
             del self._megatron._filter_and_reorder_param_groups
-        if is_average(self._megatron):
+        if has_average(self._megatron):
             go_on_from(self._megatron, live)
 
     def _join(self, saved: StateDict, state: StateDict) -> None:
@@ -230,7 +230,7 @@ class SavedState:
         return {**state_dict, "state": state}
 
     def _trained(self) -> dict[int, tuple[str, Tensor]]:
-        return trained(self._megatron) if is_average(self._megatron) else {}
+        return trained_parameters(self._megatron) if has_average(self._megatron) else {}
 
     def _described(self) -> Iterator[tuple[int, Tensor, StateTensor]]:
         """Each state tensor of ours, with its parameter and index."""

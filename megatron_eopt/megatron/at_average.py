@@ -1,7 +1,6 @@
-"""Runs that evaluate, and save as the model, the average that an optimizer keeps of its weights."""
+"""Runs of Schedule-Free: evaluated, and saved as the model, at the average of its weights."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,55 +16,43 @@ from megatron_eopt.redirect import Original, around
 
 
 @around
-def averaged(
+def evaluated_at_average(
     evaluate: Original, forward_step_func: Any, data_iterator: Any, model: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Replaces ``evaluate``: the model is at the average meanwhile."""
-    averaging = [x for optimizer in optimizers_of(model) for x in plain_wrappers(optimizer) if is_average(x)]
-    if not averaging:
-        return evaluate(forward_step_func, data_iterator, model, *args, **kwargs)
+    averaging = [x for optimizer in optimizers_of(model) for x in plain_wrappers(optimizer) if has_average(x)]
+    trained: list[tuple[Tensor, Tensor]] = []
     try:
-        with swapped(pair for wrapper in averaging for pair in _exported(wrapper)):
-            return evaluate(forward_step_func, data_iterator, model, *args, **kwargs)
+        with torch.no_grad():
+            for wrapper in averaging:
+                for parameter, average in _averages(wrapper):
+                    trained.append((parameter, parameter.detach().clone()))
+                    parameter.copy_(average)
+        return evaluate(forward_step_func, data_iterator, model, *args, **kwargs)
     finally:
+        with torch.no_grad():
+            for parameter, own in trained:
+                parameter.copy_(own)
         for chunk in model:
             for module in chunk.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()  # which may have kept the average, gathered, for the next step
 
 
-@contextmanager
-def swapped(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """Parameters have other values meanwhile, and then their own, bit for bit."""
-    before: list[tuple[Tensor, Tensor]] = []
-    try:
-        with torch.no_grad():
-            for parameter, value in pairs:
-                before.append((parameter, parameter.detach().clone()))
-                parameter.copy_(value)
-        yield
-    finally:
-        with torch.no_grad():
-            for parameter, own in before:
-                parameter.copy_(own)
-
-
-def is_average(wrapper: Any) -> bool:
-    """Whether an optimizer's own weights are an average, as Schedule-Free's."""
+def has_average(wrapper: Any) -> bool:
+    """Whether the model of an optimizer is an average of what it trains."""
     return isinstance(wrapper.optimizer, BaseOptimizer) and wrapper.optimizer.live_key is not None
 
 
-def export(wrapper: Any, model_sharded_state_dict: Any) -> None:
+def save_average(wrapper: Any, model_sharded_state_dict: Any) -> None:
     """Save the average as the model, in separate tensors."""
-    exported: dict[int, Tensor] = {}
-    for model, average in _exported(wrapper):
-        exported[id(shard_of(model))] = local(average).to(model.dtype, copy=True)
+    averages = {id(shard_of(model)): local(average).to(model.dtype, copy=True) for model, average in _averages(wrapper)}
     for tensor in nested_values(model_sharded_state_dict):
-        if isinstance(tensor, ShardedTensor | ShardedTensorFactory) and id(tensor.data) in exported:
-            tensor.data = exported[id(tensor.data)]
+        if isinstance(tensor, ShardedTensor | ShardedTensorFactory) and id(tensor.data) in averages:
+            tensor.data = averages[id(tensor.data)]
 
 
-def trained(wrapper: Any) -> dict[int, tuple[str, Tensor]]:
+def trained_parameters(wrapper: Any) -> dict[int, tuple[str, Tensor]]:
     """Parameters to save as state where the model is an average, by index, with the key.
 
     Others have an fp32 copy, which is saved anyhow.
@@ -87,7 +74,7 @@ def go_on_from(wrapper: Any, loaded: Mapping[int, Tensor]) -> None:
                 model.copy_(own)
 
 
-def _exported(wrapper: Any) -> Iterator[tuple[Tensor, Tensor]]:
+def _averages(wrapper: Any) -> Iterator[tuple[Tensor, Tensor]]:
     """Model parameters and their averages."""
     for own, model in _pairs(wrapper):
         yield model, wrapper.optimizer.exported(own)

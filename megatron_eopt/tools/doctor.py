@@ -5,7 +5,6 @@ It imports what is installed, and survives what is missing or broken. Its help i
 
 import argparse
 import contextlib
-import importlib
 import importlib.metadata
 import platform
 import sys
@@ -54,8 +53,7 @@ def run(options: argparse.Namespace, rest: Sequence[str] | None) -> int:
         print(f"{name:<20}{version}")
         if error is not None:
             if package.needed or not missing:
-                what = f"{name} cannot be imported: {type(error).__name__}: {error}"
-                problems.append((what, package.advice))
+                problems.append((f"{name} cannot be imported: {error!r}", package.advice))
         elif name == "torch":
             print(f"{'GPU':<20}{_gpu()}")
         elif name == "megatron-core":
@@ -85,8 +83,7 @@ def _version(package: str, module: str) -> str:
     if said is None:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             said = importlib.metadata.version(package)
-    # Megatron adds the commit of the git repository around it
-    return str(said).partition("+")[0] if package == "megatron-core" else str(said)
+    return str(said)
 
 
 def _gpu() -> str:
@@ -98,11 +95,11 @@ def _gpu() -> str:
 
 
 def _problems_of_megatron(release: str) -> list[tuple[str, str]]:
-    from megatron_eopt.megatron import releases
+    from megatron_eopt.megatron.releases import SUPPORTED, caveat, number
 
-    caveat = releases.caveat(release)
-    if caveat is not None:
-        print(wrapped(f"note: {caveat}", hanging="  "))
-    if releases.number(release) >= releases.number(releases.SUPPORTED):
+    note = caveat(release)
+    if note is not None:
+        print(wrapped(f"note: {note}", hanging="  "))
+    if number(release) >= number(SUPPORTED):
         return []
-    return [(f"megatron-core {release} is too old", f"pip install 'megatron-core>={releases.SUPPORTED}'")]
+    return [(f"megatron-core {release} is too old", f"pip install 'megatron-core>={SUPPORTED}'")]

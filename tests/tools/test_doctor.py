@@ -52,13 +52,12 @@ def problems(lines):
 
 def test_the_versions_of_this_machine_are_told(tmp_path):
     """Also where Megatron lies in a repository: it adds the commit of that to its version."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "import megatron.core\nmegatron.core.__version__ = megatron.core.__version__.partition('+')[0] + '+9d57dbc'\n"
-    )
+    own = f"{version('megatron-core')}+9d57dbc"
+    (tmp_path / "sitecustomize.py").write_text(f"import megatron.core\nmegatron.core.__version__ = '{own}'\n")
     status, lines = doctor(tmp_path, without_emerging_optimizers(tmp_path / "hidden"))
     told = dict(line.split(maxsplit=1) for line in lines)
     assert (status, lines[-1]) == (0, "Nothing to do.")
-    assert (told["torch"], told["megatron-core"]) == (torch.__version__, version("megatron-core"))
+    assert (told["torch"], told["megatron-core"]) == (torch.__version__, own)
     assert told["GPU"].startswith("none")
 
 
@@ -120,5 +119,6 @@ def test_a_transformer_engine_that_cannot_be_imported(tmp_path):
     status, lines = doctor(tmp_path)
     assert (status, "transformer-engine  2.8.0" in lines) == (1, True)
     engine, do, *_ = problems(lines)
-    assert "transformer-engine cannot be imported: ImportError: libcudnn" in engine
+    assert "transformer-engine cannot be imported: ImportError" in engine
+    assert "libcudnn.so.9" in engine
     assert "or uninstall it" in do

@@ -195,7 +195,6 @@ def test_one_description_after_another_leaves_nothing():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (without(SMALL, "--vocab-size"), "no tokenizer is read here: add --vocab-size"),
         ([*SMALL, "--use-checkpoint-args", "--load", "nowhere"], "--use-checkpoint-args cannot be described"),
         ([*SMALL, "--hybrid-layer-pattern", "M*M*"], "--hybrid-layer-pattern cannot be described"),
         ([*SMALL, "--use-megatron-fsdp"], "--use-megatron-fsdp cannot be described"),

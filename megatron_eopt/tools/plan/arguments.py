@@ -41,22 +41,4 @@ def parsed(rank: int, world_size: int) -> tuple[Namespace, bool]:
     transformer_engine = args.transformer_impl != "local"
     vars(args).update(_SET, rank=rank, world_size=world_size)
     arguments.validate_args(args)
-    _pad_vocabulary(args)
     return args, transformer_engine
-
-
-def _pad_vocabulary(args: Namespace) -> None:
-    """Pad the vocabulary as the tokenizer's builder would, without files."""
-    from megatron.core.tokenizers.utils import build_tokenizer
-
-    if args.padded_vocab_size is not None:
-        return
-    if args.vocab_size is None:
-        raise ValueError(
-            "the size of the vocabulary is the tokenizer's, and no tokenizer is read here: add --vocab-size (of the "
-            "tokenizer), or --padded-vocab-size"
-        )
-    if args.tokenizer_type == "NullTokenizer":
-        build_tokenizer.build_tokenizer(args)
-    elif args.pad_vocab_size:
-        args.padded_vocab_size = build_tokenizer.vocab_size_with_padding(args.vocab_size, args)

@@ -24,10 +24,8 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> int:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the CPU stands in for the run's GPUs
     planned = planned_run(flags, options.world_size)
     print(f"{planned.ranks}\n\n{table(planned.families, full=options.full)}")
-    numbers_of: dict[str, list[str]] = {}
-    for number, text in enumerate(planned.stages):
-        numbers_of.setdefault(text, []).append(str(number))
-    for text, numbers in numbers_of.items():
+    for text in dict.fromkeys(planned.stages):
+        numbers = [str(number) for number, other in enumerate(planned.stages) if other == text]
         print(f"\n{wrapped(f'The first rank of pipeline stage {", ".join(numbers)}:')}\n\n{text}")
     if options.json is not None:
         write_json(planned.families, options.json)
@@ -46,10 +44,9 @@ def planned_run(flags: Sequence[str], world_size: int = 1) -> PlannedRun:
             # only now: importing Megatron may need what stands in for a GPU
             from megatron_eopt.tools.plan.stages import planned_stage
 
-            args = described.facts.args
             ranks = dist.get_process_group_ranks(described.groups.pp)
             rows, text = planned_stage(described, overrides)
             of_stages.append(families(rows))
             texts.append(text)
-    of_all = f"{counted(args.world_size, 'rank')}, data-parallel size {args.data_parallel_size}"
+    of_all = f"{counted(world_size, 'rank')}, data-parallel size {described.facts.args.data_parallel_size}"
     return PlannedRun(merged(of_stages), of_all, texts)

@@ -1,13 +1,12 @@
 """The optimizers of a described run, on the meta device: state and plans."""
 
-from collections import defaultdict
 from collections.abc import Sequence
 from math import prod
 
 import torch
 from torch import Tensor
 
-from megatron_eopt.megatron.assignment import NOT_REGISTERED, Assignment, assignments, group_settings
+from megatron_eopt.megatron.assignment import NOT_REGISTERED, assignments, group_settings
 from megatron_eopt.megatron.dealing import balances, items_of
 from megatron_eopt.megatron.entries import Overrides, all_entries
 from megatron_eopt.megatron.factory import OptimizerOfRun
@@ -44,12 +43,9 @@ def planned_stage(run: OptimizerOfRun, overrides: Overrides) -> tuple[list[Manif
 def _built(run: OptimizerOfRun) -> list[OptimizerParameter]:
     """Optimizers of the assigned parameters, with main copies as in the run."""
     config = run.config
-    members_of = defaultdict[str, list[Assignment]](list)
-    for each in run.assigned:
-        if each.optimizer is not None:
-            members_of[each.optimizer].append(each)
     built = []
-    for name, members in members_of.items():
+    for name in dict.fromkeys(each.optimizer for each in run.assigned if each.optimizer is not None):
+        members = [each for each in run.assigned if each.optimizer == name]
         groups = []
         for each in members:
             tensor = each.parameter.tensor
@@ -71,7 +67,7 @@ def _dealt_to_others(built: Sequence[OptimizerParameter], run: OptimizerOfRun) -
     if not run.facts.layer_wise:
         return others
     items, works = items_of(list(dict.fromkeys(each.optimizer for each in built)))
-    by_buffers = getattr(run.facts.args, "use_layer_wise_param_layout", False)
+    by_buffers = run.facts.args.use_layer_wise_param_layout
     for group, of_experts in ((run.groups.dp_cp, False), (run.groups.expt_dp, True)):
         dealt = [parameter for parameter in items if is_expert(parameter) == of_experts]
         ranks: Sequence[int] = to_and_fro([parameter.numel() for parameter in dealt], group.size())

@@ -95,17 +95,9 @@ def test_a_name_is_text(name):
             registry.register_optimizer(*given)
 
 
-def test_what_is_no_entry_is_refused():
+def test_a_taken_name_is_refused():
     with pytest.raises(ValueError, match="'muon' is registered already"):
         registry.register_optimizer("muon", registry.EmergingOptimizerEntry(Plain))
-    with pytest.raises(TypeError, match="expected an EmergingOptimizerEntry for 'plain', got type, which has no opt"):
-        registry.register_optimizer("plain", Plain)
-    with pytest.raises(TypeError, match=r"EmergingOptimizerEntry for 'plain', got .*, which has no config_to_kwargs"):
-        registry.EMERGING_OPTIMIZERS["plain"] = SimpleNamespace(optimizer_cls=Plain, init_state_fn=print)
-    assert "plain" not in registry.EMERGING_OPTIMIZERS
-    for made_by in ("SGD", None, torch.nn.Linear):
-        with pytest.raises(TypeError, match=f"optimizer_cls makes a .*Optimizer, got {re.escape(repr(made_by))}"):
-            registry.EmergingOptimizerEntry(made_by)
 
 
 def made(name, params=None, **settings):

@@ -34,15 +34,10 @@ def factor_pairs(pairs: Iterable[Sequence[Any]], **settings: Any) -> dict[str, A
         pairs: the two factors of each weight, in any order and orientation (``A`` and ``B``, or ``A`` and ``B^T`` as
             two linear layers hold them), each a parameter or its name and it.
         **settings: of the group.
-
-    Raises:
-        ValueError: for what is not two parameters.
     """
     params = []
-    for index, pair in enumerate(pairs):
-        if len(pair) != 2:
-            raise ValueError(f"a pair has two factors, got {len(pair)} in pair {index}")
-        params += list(pair)
+    for one, other in pairs:
+        params += [one, other]
     return {"params": params, "pairs": True, **settings}
 
 

@@ -273,10 +273,7 @@ class StackedOptimizer(BaseOptimizer):
             is_matrix = parameter.ndim > 1 or self.takes == "matrices"
             if is_matrix:
                 check_matrix(name, parameter, f"takes {self.takes}, but {index}")
-            try:
-                self.layout(parameter)
-            except ValueError as error:
-                raise ValueError(f"{name} cannot lay {called} out: {error}") from error
+            self.layout(parameter)
             if is_matrix:
                 self._check_split(parameter)
                 check_shard(parameter, self.pg_collection, called)

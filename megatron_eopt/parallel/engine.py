@@ -55,14 +55,8 @@ class Engine:
         self._compiler = Compiler(parameters, self.groups, device, workspace)
         self._rows: dict[int, LocalRows] = {}
         for i, p in enumerate(parameters):
-            if p.layout is None:
-                continue
-            if self._compiler.iterations and p.iteration is None:
-                raise ValueError(
-                    f"{p.name} has a layout and no iteration, but other parameters have one: an engine orthogonalizes "
-                    f"all matrices of its plan, or none; give this parameter another engine"
-                )
-            self._rows[i] = local_rows(p.layout, p.split)
+            if p.layout is not None:
+                self._rows[i] = local_rows(p.layout, p.split)
         self.matrices: list[tuple[Matrix, ...]] = [()] * len(parameters)
         """Of each parameter, as they are orthogonalized: ``blockwise`` makes each shard a matrix."""
         planned = self._compiler.matrices

@@ -59,8 +59,8 @@ def make_plan(
     those that fill the waiting.
 
     ``parameters`` has the number of each matrix's parameter, ascending, by default another for each; ``share_groups``
-    are labels of groups whose whole matrices are shared out. Raises ``ValueError`` for an unknown mode, two matrices of
-    one name, shards that do not tile copies of their matrix, and groups of different sizes under one label.
+    are labels of groups whose whole matrices are shared out. Raises ``ValueError`` for an unknown mode, and for shards
+    that do not tile copies of their matrix.
     """
     check_choice("tp_mode", mode, get_args(TpMode))
     draft = Plan(tuple(matrices), ())
@@ -313,22 +313,14 @@ def _where_held(plan: Plan, bucket: Bucket, compute_ranks: tuple[int, ...]) -> t
 
 
 def _check(matrices: Sequence[Matrix]) -> None:
-    names: set[str] = set()
-    sizes: dict[str, int] = {}
     for matrix in matrices:
-        name = matrix.name
-        if name in names:
-            raise ValueError(f"two matrices have the name {name!r}")
-        names.add(name)
-        if matrix.ranks > 1:
-            others = sizes.setdefault(matrix.group, matrix.ranks)
-            if others != matrix.ranks:
-                raise ValueError(f"{name!r} has {matrix.ranks} shards, others of group {matrix.group!r} have {others}")
         # shards have as many entries as all copies
         entries = sum(rectangle.numel for rectangle in matrix.rectangles)
         rows, cols = matrix.shape
         if entries != matrix.copies * rows * cols or matrix.ranks % matrix.copies:
-            raise ValueError(f"the shards of {name!r} do not tile its shape {matrix.shape}: {list(matrix.rectangles)}")
+            raise ValueError(
+                f"the shards of {matrix.name!r} do not tile its shape {matrix.shape}: {list(matrix.rectangles)}"
+            )
 
 
 def _in_parts(bucket: Bucket, ranks: int) -> list[Bucket]:

@@ -133,11 +133,6 @@ class StartedChunk:
         rooms: list[Factors] = []  # shards of each stack
         for part in chunk.slices:
             running = program(part.parameters)
-            if not isinstance(running, Generator):
-                raise TypeError(
-                    f"a program is a generator, which yields the updates of its matrices once, got {running!r}: see "
-                    f"muon in megatron_eopt/optimizers/muon.py"
-                )
             shards = next(running)
             self._programs.append(_Running(running, part, callable(shards)))
             if not self._stacks:

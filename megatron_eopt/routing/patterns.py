@@ -155,18 +155,12 @@ def _family(written: dict[str, Any]) -> ParamPattern:
 def families(rows: Iterable[ManifestRow]) -> list[ParamPattern]:
     """Rows as patterns; :func:`rows` is the inverse.
 
-    Two rows of one name may differ, as those of two optimizers do. Two equal rows are a ``ValueError``.
+    Two rows of one name may differ, as those of two optimizers do.
     """
     indices_of: dict[ManifestRow, set[Index]] = defaultdict(set)
     for row in rows:
         pattern, index = split_name(row.name)
-        indices = indices_of[replace(row, name=pattern)]
-        if index in indices:
-            raise ValueError(
-                f"{row.name} is listed twice, both times for the optimizer {row.optimizer or 'none'}: a parameter "
-                f"stands in one group"
-            )
-        indices.add(index)
+        indices_of[replace(row, name=pattern)].add(index)
     return _in_order(indices_of)
 
 

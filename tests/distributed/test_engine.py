@@ -250,18 +250,6 @@ def test_parameters_with_and_without_layout_are_one_engine(of_two):
     assert all(of_two[with_and_without_layout.__name__])
 
 
-@pytest.mark.parametrize("split", [Split(), Split((Part("a", 3), Part("b", 5)))], ids=["one matrix", "fused"])
-def test_matrices_beside_those_that_are_iterated_are_refused(split):
-    """An iteration is that of a parameter, so either all of its logical matrices have it, or none."""
-    iterated = ParamSpec("iterated", F32, on_one_rank((8, 30)), split, NewtonSchulz())
-    alone = ParamSpec("alone", F32, on_one_rank((8, 30)), split)
-    for parameters in ([iterated, alone], [alone, iterated]):
-        with pytest.raises(ValueError, match="alone has a layout and no iteration, but other parameters have one"):
-            Engine(parameters, CPU)
-    assert Engine([iterated], CPU).plan.buckets
-    assert not Engine([alone, ParamSpec("vector", F32)], CPU).plan.buckets
-
-
 def blockwise(rank, ranks):
     """Shards of different shapes, of matrices of one shape."""
     iteration = NewtonSchulz(fp32_matmul_prec="highest")

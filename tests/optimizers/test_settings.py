@@ -541,14 +541,3 @@ def test_a_parameter_of_no_real_numbers_is_refused_at_construction_and_in_a_new_
         assert len(optimizer.param_groups) == groups
         if name == "with_adamw":
             assert_refused(lambda: Muon(matrices(1), [p]), f"layer.codes is {dtype}: leave")  # noqa: B023
-
-
-def test_a_program_that_yields_nothing_is_named():
-    class Wrong(OPTIMIZERS["muon"].cls):
-        def program(self, step):
-            return None
-
-    params = matrices(1)
-    params[0].grad = torch.ones_like(params[0])
-    with pytest.raises(TypeError, match="a program is a generator, which yields the updates of its matrices once"):
-        Wrong(params).step()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_eopt.routing import ParamPattern, families, from_json, merged, rows, to_json
 from megatron_eopt.routing.patterns import FORMAT, compressed, expanded, join_name, split_name
-from tests.routing.manifests import QKV, any_rows, changed, model, one_of_each_name, row
+from tests.routing.manifests import any_rows, changed, model, one_of_each_name, row
 
 INDICES = st.integers(0, 3).flatmap(lambda stars: st.sets(st.tuples(*[st.integers(0, 4)] * stars)))
 EXPERT = "decoder.layers.*.mlp.experts.local_experts.*.linear_fc1.weight"
@@ -65,11 +65,6 @@ def test_rows_that_differ_in_anything_are_not_one_family(change):
 def test_numbers_of_layers_and_experts_are_found_and_no_others(name, pattern, numbers):
     assert split_name(name) == (pattern, numbers)
     assert join_name(pattern, numbers) == name
-
-
-def test_a_parameter_that_is_listed_twice_is_refused():
-    with pytest.raises(ValueError, match=rf"{QKV} is listed twice, both times for the optimizer muon"):
-        families([*model(), *(each for each in model() if each.name == QKV)])
 
 
 @given(INDICES)

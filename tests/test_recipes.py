@@ -205,7 +205,7 @@ def test_a_job_saves_before_its_time_ends_and_goes_on(job, tmp_path):
 def test_a_mistake_ends_a_job_before_it_trains(job):
     run, requeued = job
     for mistake, message in (
-        (["--muon-prest", "match_adamw"], "did you mean --muon-preset?"),
+        (["--muon-prest", "match_adamw"], "unrecognized arguments: --muon-prest"),
         (["--load", "elsewhere"], "--save and --load are what SAVE says"),
         (["--save=elsewhere"], "--save and --load are what SAVE says"),
     ):

@@ -155,7 +155,7 @@ def _of_training() -> list[Redirection]:
     fsdp = (
         "Megatron's checks allow its FSDPs with adam and sgd alone, and so check a run with ours as one with adam; and "
         "--optimizer-cpu-offload with an Adam that steps on the CPU; and --qk-clip with Transformer Engine; and what "
-        "is mistaken in flags is refused before there is a model"
+        "begins with random weights is refused before there is a model"
     )
     clipped = "QK-clip in every kind of layer and attention, and with negative logits"
     named = "Megatron prepares Adam's state alone for fsdp_dtensor, and finds no weights of a model in fp32"

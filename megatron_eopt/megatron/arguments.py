@@ -2,25 +2,21 @@
 
 import argparse
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from megatron_eopt.checkpoints.contents import TRACKER
 from megatron_eopt.family import DEFAULT_TP_MODE as DEFAULT_TP_MODE
 from megatron_eopt.family import OPTIMIZERS
-from megatron_eopt.megatron.config import refuse_settings
 from megatron_eopt.megatron.given import TYPED, refuse_idle_of_megatrons
 from megatron_eopt.megatron.run_flags import FLAGS, OF_OPTIMIZERS, RUN_FLAGS
 from megatron_eopt.megatron.support.layout import clear_where_refused
 from megatron_eopt.megatron.support.run import on, primary_of
-from megatron_eopt.redirect import Original, Redirection, Redirections, around
+from megatron_eopt.redirect import Original, around
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, list_optimizers
 from megatron_eopt.screen import refuse_once
-from megatron_eopt.settings.of_class import misspelt
 from megatron_eopt.settings.values import Check
-
-OF_LAUNCHER = {"--cpu": "put it before the script, after -m megatron_eopt.run"}  # flags that are not the script's
 
 
 class _Noted(argparse.Action):
@@ -35,12 +31,13 @@ def amend(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Let Megatron's parser know our optimizers, and :data:`~megatron_eopt.megatron.run_flags.FLAGS`."""
     actions = parser._option_string_actions  # argparse has no public way to look an argument up
     optimizer = actions["--optimizer"]
-    optimizer.type = _check_tested
-    optimizer.choices = list(dict.fromkeys([*(optimizer.choices or ()), *list_optimizers()]))
+    # those of emerging-optimizers know neither shards nor checkpoints of Megatron
+    theirs = [name for name in optimizer.choices or () if name not in EMERGING_OPTIMIZERS]
+    optimizer.choices = [*theirs, *list_optimizers()]
     actions["--muon-tp-mode"].default = DEFAULT_TP_MODE
     parser.set_defaults(**{TYPED: ()})
     parser.usage = "%(prog)s [FLAGS], which --help lists"  # theirs is 700 lines, before the error
-    parser.error = functools.partial(_refuse, parser)  # type: ignore[method-assign]
+    parser.error = functools.partial(refuse_once, parser)  # type: ignore[method-assign]
     group = parser.add_argument_group("megatron_eopt")
     for flag in FLAGS:
         if flag.name not in actions:
@@ -73,55 +70,19 @@ def _checked(kind: Callable[[str], Any], check: Check) -> Callable[[str], Any]:
     return parse
 
 
-def _check_tested(name: str) -> str:
-    """Type of ``--optimizer``: refuses untested optimizers of emerging-optimizers."""
-    if name in EMERGING_OPTIMIZERS and name not in list_optimizers():
-        raise argparse.ArgumentTypeError(
-            f"{name} is in Megatron's registry from the package emerging-optimizers, which knows neither shards nor "
-            f"checkpoints of Megatron: take another one, or register an entry of yours under another name"
-        )
-    return name
+def _refuse_random_weights(args: argparse.Namespace) -> None:
+    """Refuse a ``--load`` without a checkpoint, unless the run saves there.
 
-
-def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
-    """Replaces ``parser.error``: names the nearest flags, and tells torchrun."""
-    refuse_once(parser, message + _meant(message, parser._option_string_actions))
-
-
-def _meant(message: str, known: Iterable[str]) -> str:
-    """What unknown flags may mean, if a message is of such."""
-    _, unknown, words = message.partition("unrecognized arguments: ")
-    given = [word.partition("=")[0] for word in words.split()] if unknown else []
-    lines = [f"{flag} is the launcher's: {OF_LAUNCHER[flag]}" for flag in given if flag in OF_LAUNCHER]
-    lines += [f"{flag}: did you mean {near}?" for flag, near in misspelt(given, known).items()]
-    return "".join(f"\n{line}" for line in lines)
-
-
-def _refuse_mistakes(args: argparse.Namespace) -> None:
-    """Refuse what Megatron ends on without a reason, or overlooks."""
-    if args.lr is not None and args.min_lr is not None and args.min_lr > args.lr:
-        raise ValueError(
-            f"--min-lr {args.min_lr} is above --lr {args.lr}: rates fall from --lr to --min-lr, so lower the one or "
-            f"raise the other"
-        )
-    if builds(args) and _begins_anew(args):
-        folder = Path(args.load)
-        instead = "a folder that a run saved to"
-        if folder.name.startswith("iter_"):
-            instead = f"its parent, {folder.absolute().parent}, with --ckpt-step"
-        raise ValueError(
-            f"--load {folder} has no {TRACKER}, and the run would begin with random weights: name {instead}, or leave "
-            f"--load out. A first run may load from the folder of its --save"
-        )
-
-
-def _begins_anew(args: argparse.Namespace) -> bool:
-    """Whether ``--load`` has no checkpoint, nor will get one."""
-    load = args.load
+    Megatron would begin with random weights.
+    """
     elsewhere = on(args, "pretrained_checkpoint", "non_persistent_ckpt_type", "enable_msc")  # where one may be, too
-    if load is None or elsewhere:
-        return False
-    return not loads_its_own(args) and not Path(load, TRACKER).exists()
+    if args.load is None or elsewhere or loads_its_own(args):
+        return
+    if not Path(args.load, TRACKER).exists():
+        raise ValueError(
+            f"--load {args.load} has no {TRACKER}, and the run would begin with random weights: name a folder that a "
+            f"run saved to, or leave --load out. A first run may load from the folder of its --save"
+        )
 
 
 def loads_its_own(args: Any) -> bool:
@@ -132,19 +93,18 @@ def loads_its_own(args: Any) -> bool:
 
 @around
 def validated(validate: Original, args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
-    """Replaces ``validate_args``: refuses mistakes, and hides three flags.
+    """Replaces ``validate_args``: refuses what Megatron overlooks, and hides three flags.
 
     - The optimizer's name under an FSDP: Megatron asserts sgd or adam for Megatron-FSDP, and for others no FSDP and
       ckpt_format torch or torch_dist; and makes ``use_distributed_optimizer``, which Megatron-FSDP needs, layer-wise.
     - ``--optimizer-cpu-offload``: Megatron's is an Adam that steps on the CPU, and wants flags for that.
     - ``--qk-clip``: Megatron wants Transformer Engine. Attention that records its largest logits will do (``qk_clip``).
     """
-    _refuse_mistakes(args)
     refuse_idle_of_megatrons(args)
     name = args.optimizer
     hidden: dict[str, Any] = {}
-    changes = []
     if builds(args):
+        _refuse_random_weights(args)
         hidden = {"optimizer_cpu_offload": False, "qk_clip": False}
         if args.qk_clip and (not 0 < args.qk_clip_alpha < 1 or not args.qk_clip_threshold > 0):
             raise ValueError(
@@ -154,18 +114,12 @@ def validated(validate: Original, args: argparse.Namespace, *rest: Any, **kwargs
     fsdp = on(args, "use_torch_fsdp2", "use_megatron_fsdp")
     if fsdp and name not in ("adam", "sgd") and not name.startswith("dist_"):  # which means the layer-wise optimizer
         hidden["optimizer"] = "adam"
-        named = around(lambda show, title, args: show(title, argparse.Namespace(**vars(args) | {"optimizer": name})))
-        reason = "the arguments that are printed name the optimizer of the run"
-        changes.append(Redirection(validate.__module__, "_print_args", named, reason))
     given = {key: getattr(args, key) for key in hidden}
     vars(args).update(hidden)
     try:
-        with Redirections(changes):
-            result = validate(args, *rest, **kwargs)
+        result = validate(args, *rest, **kwargs)
     finally:
         vars(args).update(given)
-    if builds(args):
-        refuse_settings(args)
     if primary_of(args) in EMERGING_OPTIMIZERS:
         clear_where_refused(args)
     return result

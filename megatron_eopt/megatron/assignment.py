@@ -1,6 +1,6 @@
 """Which optimizer updates every parameter, with which settings."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,8 +13,7 @@ from megatron_eopt.megatron.entries import DEFAULT, Overrides, all_entries
 from megatron_eopt.megatron.parameters import ModelParameter
 from megatron_eopt.megatron.support.run import primary_of
 from megatron_eopt.megatron.wrappers import optimizer_parameters
-from megatron_eopt.optimizers.nonfinite import listed
-from megatron_eopt.registry import EMERGING_OPTIMIZERS, class_named, create_emerging_optimizer, takes_matrices
+from megatron_eopt.registry import class_named, takes_matrices
 from megatron_eopt.routing import OverrideError, Resolved, resolve
 from megatron_eopt.routing.entries import Entry
 from megatron_eopt.routing.rules import match_counts
@@ -108,11 +107,7 @@ def group_settings(assigned: Assignment, config: Any) -> dict[str, Any]:
     if assigned.optimizer != primary_of(config):
         group["optimizer"] = assigned.optimizer
     if any(assigned.user_source(key) for key in _RATES):
-        try:
-            group["max_lr"], group["min_lr"] = assigned.resolved.learning_rates(config.lr, config.min_lr)
-        except OverrideError as error:
-            run = f"what no override sets is --lr {config.lr} and --min-lr {config.min_lr}"
-            raise OverrideError(f"{assigned.name}: {error}; {run}") from None
+        group["max_lr"], group["min_lr"] = assigned.resolved.learning_rates(config.lr, config.min_lr)
     else:  # Megatron's own need not be in order: under a constant schedule nobody reads the smallest rate
         group |= {theirs: settings[key] for key, theirs in _RATES.items() if key in settings}
     decay = {end: settings.get(end, settings.get("weight_decay")) for end in ENDS}
@@ -133,23 +128,6 @@ def excluded_hidden(assigned: Sequence[Assignment]) -> Iterator[None]:
             tensor.requires_grad_(True)
 
 
-def refuse_other_dtypes(assigned: Sequence[Assignment]) -> None:
-    """Refuse trainable parameters that are not real floating-point.
-
-    The optimizers do so too, but on the rank that has the parameter alone, for which others would wait.
-    """
-    wrong = []
-    for each in assigned:
-        tensor = each.parameter.tensor
-        if each.optimizer is not None and not tensor.is_floating_point():
-            wrong.append(f"{each.name} ({tensor.dtype})")
-    if wrong:
-        raise ValueError(
-            f"optimizers update real floating-point parameters, got {listed(wrong)}: keep real and imaginary parts as "
-            f"two real parameters (torch.view_as_real), freeze them, or exclude them by an override"
-        )
-
-
 def refuse_other_buffers(assigned: Sequence[Assignment]) -> None:
     """Refuse parameters whose buffers are for another optimizer."""
     wrong = []
@@ -166,43 +144,24 @@ def refuse_other_buffers(assigned: Sequence[Assignment]) -> None:
         )
 
 
-def refuse_bad_values(assigned: Sequence[Assignment], config: Any, chunks: Sequence[Any], pg_collection: Any) -> None:
-    """Refuse values that optimizers refuse, and impossible weight decays.
+def refuse_bad_values(assigned: Sequence[Assignment]) -> None:
+    """Refuse what torch checks of no group, and decays that nothing reads.
 
-    An optimizer checks its settings when it is built, so each is built here without parameters.
+    Optimizers of this package check the groups that they are built with. Those of torch check arguments alone.
     """
-
-    def error(name: str, settings: Mapping[str, Any]) -> str | None:
-        try:
-            if name in EMERGING_OPTIMIZERS:
-                create_emerging_optimizer(config, [{"params": [], **settings}], name, chunks, pg_collection)
-            else:
-                NOT_REGISTERED[name]([torch.zeros(1)], **settings)
-        except Exception as failure:  # of whatever kind a user's optimizer raises
-            return str(failure)
-        return None
-
-    tried = []
-    mistakes = []
     for each in assigned:
         name = each.optimizer
-        if name is None:
-            continue
-        _refuse_decay(each, name, config)
         settings = _users_settings(each)
-        decay = {key: each.settings[key] for key in ("weight_decay",) if key in each.settings}
-        if not settings or (name, settings, decay) in tried:
-            continue
-        tried.append((name, settings, decay))
-        reason = error(name, decay | settings)
-        if reason is None or error(name, decay) is not None:  # that of the run alone is raised where the run builds it
-            continue
-        alone = [key for key, value in settings.items() if error(name, decay | {key: value}) is not None]
-        wrong = alone or list(settings)  # or they do not go together
-        sources = dict.fromkeys(each.resolved.sources[key] for key in wrong)
-        mistakes.append(f"{' and '.join(sources)}: {', '.join(wrong)}: {reason}, for {each.name}")
-    if mistakes:
-        raise OverrideError("\n".join(mistakes))
+        if name in NOT_REGISTERED and settings:
+            try:
+                NOT_REGISTERED[name]([torch.zeros(1)], **settings)
+            except ValueError as error:
+                sources = " and ".join(dict.fromkeys(each.resolved.sources[key] for key in settings))
+                raise OverrideError(f"{sources}: {error}, for {each.name}") from None
+        for key in ("weight_decay", *ENDS):
+            source = each.user_source(key)
+            if name is not None and source and each.settings[key] and not class_named(name).decays_weights:
+                raise OverrideError(f"{source}: {key}: {name} has no weight decay, for {each.name}: leave it out")
 
 
 def refuse_unread(optimizer: Any, assigned: Sequence[Assignment]) -> None:
@@ -226,24 +185,3 @@ def _users_settings(assigned: Assignment) -> dict[str, Any]:
         if key not in _OF_RUN and assigned.user_source(key):
             settings[key] = value
     return settings
-
-
-def _refuse_decay(assigned: Assignment, name: str, config: Any) -> None:
-    settings = assigned.settings
-    sources = {}
-    for key in ("weight_decay", *ENDS):
-        source = assigned.user_source(key)
-        if source is None:
-            continue
-        sources[key] = source
-        if settings[key] and not class_named(name).decays_weights:
-            raise OverrideError(
-                f"{source}: {key}: {name} has no weight decay, got {settings[key]:g} for {assigned.name}: leave it out"
-            )
-    start, end = [settings.get(key, settings.get("weight_decay", config.weight_decay)) for key in ENDS]
-    if sources and start != end and getattr(config, "weight_decay_incr_style", None) == "constant":
-        raise OverrideError(
-            f"{' and '.join(sorted({*sources.values()}))}: {next(iter(sources))}: the weight decay of {assigned.name} "
-            f"would go from {start:g} to {end:g}, and --weight-decay-incr-style is constant: pass linear or cosine, "
-            f"with --start-weight-decay and --end-weight-decay for the rest, or set the two to one value"
-        )

@@ -1,16 +1,12 @@
 """The config that the optimizers of a run are built by."""
 
-import logging
-import re
-from types import SimpleNamespace
 from typing import Any
 
 from megatron_eopt.family import LIKE_MUON, OPTIMIZERS
 from megatron_eopt.from_config import with_fields
-from megatron_eopt.megatron.given import TYPED, typed_flags
+from megatron_eopt.megatron.given import TYPED
 from megatron_eopt.megatron.support.run import Run, on, primary_of
 from megatron_eopt.optimizers.factored import FactoredOptimizer
-from megatron_eopt.registry import create_emerging_optimizer
 from megatron_eopt.settings.presets import PRESETS, PRESETS_OF_SOAP, Preset, described
 
 
@@ -22,40 +18,6 @@ def config_of_run(config: Any, run: Run) -> Any:
         adjusted = with_fields(adjusted, **dict.fromkeys(shares, False))
     fraction = adjusted.optimizer_offload_fraction if on(adjusted, "optimizer_cpu_offload") else 0.0
     return with_fields(adjusted, offload_fraction=fraction, optimizer_cpu_offload=False)
-
-
-def refuse_settings(args: Any) -> None:
-    """Refuse flags that the run's optimizer refuses when built.
-
-    ``args`` are validated, and there is no model yet. An optimizer checks its settings when it is built, so it is built
-    here without parameters. Rates and weight decays are of groups, and overrides may change them. Warnings come when
-    the run builds it.
-    """
-    config = with_preset(args, args)
-    groups = [{"params": [], "lr": 0.0, "weight_decay": 0.0}]
-    ours = logging.getLogger("megatron_eopt")
-    level = ours.level
-    ours.setLevel(logging.ERROR)
-    try:
-        no_ranks = SimpleNamespace(tp=None, dp_cp=None)
-        create_emerging_optimizer(config, groups, primary_of(args), [SimpleNamespace(config=args)], no_ranks)
-    except ValueError as error:
-        raise ValueError(f"{error}{_typed_of(str(error), args)}") from None
-    finally:
-        ours.setLevel(level)
-
-
-def _typed_of(message: str, args: Any) -> str:
-    """The flags of settings that a message names, for who typed flags."""
-    words = set(re.findall(r"\w+", message))
-    preset = getattr(args, "muon_preset", None)
-    by_preset = _presets_of(primary_of(args))[preset].settings if preset is not None else {}
-    names = []
-    for flag in typed_flags(args):
-        of_preset = flag.setting == "preset" and words & by_preset.keys()
-        if flag.setting in words or of_preset:
-            names.append(flag.name)
-    return f" (typed: {', '.join(names)})" if names else ""
 
 
 def _can_share_factors(run: Run) -> bool:

@@ -10,7 +10,7 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from megatron_eopt import registry
 from megatron_eopt.megatron.support.run import primary_of
 from megatron_eopt.registry import takes_matrices
-from megatron_eopt.routing import OverrideError, ParameterInfo, entries_from_dict, read_overrides
+from megatron_eopt.routing import ParameterInfo, entries_from_dict, read_overrides
 from megatron_eopt.routing.entries import Entry, Layer, make_entries
 
 Overrides = Mapping[Any, Mapping[str, Any]]  # selector, or Megatron's ``ParamKey`` -> settings
@@ -53,10 +53,8 @@ def all_entries(config: Any, config_overrides: Overrides | None) -> list[Entry]:
         entries += read_overrides(own)
     for setting in ("lr", "min_lr", "weight_decay"):
         value = getattr(config, f"matrix_{setting}", None)
-        if value is not None:
+        if value is not None and takes_matrices(primary):  # with another one it is told to be without effect
             flag = f"--muon-{setting}".replace("_", "-")
-            if not takes_matrices(primary):
-                raise OverrideError(f"{flag} is for optimizers of matrices, and {primary} is for all: leave it away")
             entries += make_entries([(f"optimizer:{primary}", {setting: value}, flag)], Layer.FLAGS)
     return entries
 

@@ -1,7 +1,6 @@
 """Build the optimizer of a run, in phases."""
 
 import os
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -50,14 +49,9 @@ class OptimizerOfRun:
         self.model_chunks = model_chunks
         self.groups = pg_collection
         self.metrics_interval = interval_of(config, self.facts.args)
-        self.seconds: dict[str, float] = {}  # of the phases of the start
-        self.began = time.perf_counter()  # the phase at work
 
     def built_by(self, build: Callable[[Any, Any], Any], config_overrides: Any) -> Any:
-        """Build Megatron's optimizer by ``build(config, overrides)``.
-
-        The seconds of each phase are printed.
-        """
+        """Build Megatron's optimizer by ``build(config, overrides)``."""
         agreement.on_all_ranks(lambda: refuse_unsupported(self.facts))  # pipeline stages may differ in theirs
         agreement.on_all_ranks(lambda: refuse_unwritable(self.facts.args))
         caveat = releases.caveat(self.facts.release)
@@ -72,27 +66,15 @@ class OptimizerOfRun:
         self.refuse_idle_flags()
         matrices, overrides = agreement.on_all_ranks(self.check)
         tag(matrices)
-        self.phase("parameters and settings")
         warn_of_other_checkpoints(self.facts.args)
         self.build(build, overrides)
-        self.phase("optimizer")
         self.prepare()
-        self.phase("plan")
         self.build_manifest()
         self.attach_checkpoints()
         if self.metrics_interval:
             measure(self.optimizer, self.model_chunks, self.metrics_interval, self.facts.layer_wise)
         self.guard_first_step()
-        self.phase("manifest and checks")
-        spent = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.seconds.items())
-        agreement.say(f"the start took {sum(self.seconds.values()):.1f} s on rank 0: {spent}")
         return self.optimizer
-
-    def phase(self, ended: str) -> None:
-        """Note the time of a phase of the start, and begin the next."""
-        now = time.perf_counter()
-        self.seconds[ended] = now - self.began
-        self.began = now
 
     def describe(self) -> None:
         """Name the parameters, and mark them: as Megatron, and as declared."""
@@ -119,9 +101,8 @@ class OptimizerOfRun:
         refuse_unsupported(replace(self.facts, assigned=assigned))
         if on(self.facts.model, "qk_clip"):
             qk_clip.refuse_unclipped(self.model_chunks, self.groups.tp.size())
-        assignment.refuse_other_dtypes(self.assigned)
         assignment.refuse_other_buffers(self.assigned)
-        assignment.refuse_bad_values(self.assigned, self.config, self.model_chunks, self.groups)
+        assignment.refuse_bad_values(self.assigned)
         overrides = assignment.MegatronOverrides(self.assigned, self.config)
         return logical_matrices(self.assigned, self.config), overrides
 
@@ -129,7 +110,7 @@ class OptimizerOfRun:
         """Let Megatron build its optimizer, and check the result."""
         dealt = dealing.dealt_by_operations(self.config, self.facts.args)
         with assignment.excluded_hidden(self.assigned), releases.package_not_needed(), dealt:
-            self.optimizer = build(self.config, overrides)
+            self.optimizer = agreement.on_all_ranks(lambda: build(self.config, overrides))
         self.optimizer.megatron_eopt = self
         tag_as_megatron(self.model_chunks, self.groups)  # Megatron's builder has tagged by the model's config alone
         for each in optimizer_parameters(self.optimizer):
@@ -186,10 +167,8 @@ def refuse_unwritable(args: Any) -> None:
         return
     folder = Path(args.save).absolute()
     there = next(each for each in (folder, *folder.parents) if each.exists())
-    if not there.is_dir():
-        raise ValueError(f"--save {args.save}: {there} is a file, and no folder: name a folder, or one to be made")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise ValueError(f"--save {args.save}: this process may not write to {there}: name another folder")
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"--save {args.save}: {there} is no folder that this process may write to: name another")
 
 
 def warn_of_other_checkpoints(args: Any) -> None:

@@ -15,8 +15,7 @@ from megatron_eopt.registry import EMERGING_OPTIMIZERS, class_named, list_optimi
 from megatron_eopt.settings.records import SECOND_MOMENT, names_of
 
 TYPED = "flags_typed"  # on parsed arguments: destinations of the flags below that were typed
-# of the scheduler, not of the optimizer: whether overrides may let a weight decay change, and where rates end
-_OF_SCHEDULER = ("weight_decay_incr_style", "lr_decay_style")
+_OF_SCHEDULER = "lr_decay_style"  # not of the optimizer: where rates end
 _RATES = ("lr", "weight_decay")  # arguments of optimizers that groups have, and no config
 _MEGATRONS = ("adam", "sgd")
 
@@ -43,7 +42,7 @@ def complete(config: Any, args: Any) -> None:
             contradicting.append(f"{flag.name} was typed, for {flag.dest}={typed!r}, and the config has {value!r}")
     if contradicting:
         raise ValueError(f"{'; '.join(contradicting)}: say it in one place, the command line or the config")
-    for dest in (*(flag.dest for flag in FLAGS), *_OF_SCHEDULER):
+    for dest in (*(flag.dest for flag in FLAGS), _OF_SCHEDULER):
         if hasattr(args, dest) and not hasattr(config, dest):
             setattr(config, dest, getattr(args, dest))
 
@@ -156,7 +155,7 @@ def _unknown(config: Any) -> list[str]:
     fields = {*vars(releases.core_optimizer(".optimizer_config").OptimizerConfig())}  # it sets more than its fields
     fields |= getattr(type(config), "__dataclass_fields__", {}).keys()
     fields |= {flag.dest for flag in FLAGS}
-    read = {*_OF_SCHEDULER}
+    read = {_OF_SCHEDULER}
     for name in list_optimizers():
         for argument in constructor_arguments(EMERGING_OPTIMIZERS[name].optimizer_cls):
             if argument.name not in _RATES:

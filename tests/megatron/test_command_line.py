@@ -18,6 +18,7 @@ from megatron_eopt import TensorParallelMuon
 from megatron_eopt import run as launcher
 from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.megatron import activation
+from megatron_eopt.megatron.config import with_preset
 from megatron_eopt.megatron.factory import refuse_unwritable
 from megatron_eopt.megatron.given import (
     complete,
@@ -29,7 +30,7 @@ from megatron_eopt.megatron.given import (
 )
 from megatron_eopt.megatron.run_flags import FLAGS
 from megatron_eopt.registry import takes_matrices
-from tests.megatron.runs import MUON, ROOT, SMALL_GPT, TP2, UPSTREAM, assert_same, refused, since_0_20, train
+from tests.megatron.runs import MUON, ROOT, SMALL_GPT, UPSTREAM, assert_same, refused, since_0_20, train
 
 
 @pytest.fixture
@@ -63,24 +64,6 @@ def test_mistyped_values_are_refused_when_arguments_are_parsed(parse, capsys, fl
     with pytest.raises(SystemExit):
         parse(*flags)
     assert re.search(message, capsys.readouterr().err)
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--muon-momentun 0.95", "--muon-momentun: did you mean --muon-momentum?"),
-        ("--dion2-fracton=0.5", "--dion2-fracton: did you mean --dion2-fraction?"),
-        ("--muon_lr 0.1", "--muon_lr: did you mean --muon-lr?"),
-        ("--muon-nestrov --tensor-model-paralel-size 2", "did you mean --tensor-model-parallel-size?"),
-        ("--cpu", "--cpu is the launcher's: put it before the script, after -m megatron_eopt.run"),
-    ],
-)
-def test_the_nearest_flag_is_named(parse, capsys, flags, message):
-    with pytest.raises(SystemExit):
-        parse(*flags.split())
-    said = capsys.readouterr().err
-    assert f"unrecognized arguments: {flags}" in said
-    assert message in said
 
 
 @pytest.mark.parametrize(
@@ -119,7 +102,7 @@ def test_optimizers_that_megatron_brings_along_are_refused_and_never_called_ours
     with pytest.raises(SystemExit):
         parse("--optimizer", name)
     said = capsys.readouterr().err
-    assert f"argument --optimizer: {name} is in Megatron's registry from the package emerging-optimizers" in said
+    assert f"argument --optimizer: invalid choice: '{name}'" in said
     with pytest.raises(ValueError, match="take an optimizer of this package") as raised:
         validate("--optimizer", "adam", "--optimizer-overrides", "x.yaml")
     assert name not in str(raised.value)
@@ -401,7 +384,7 @@ parse_and_validate_args()
         ("a = 1, None\na[0] // a[1]", "TypeError: unsupported operand", None),
         (NO_INTERVAL, "TypeError: unsupported operand", "--eval-interval is missing"),
         ("import torch\ntorch.optim.AdamW([torch.ones(1)], lr=None)", "TypeError: '<='", "--lr is missing"),
-        (NO_RATE, "TypeError: TensorParallelMuon: lr must be a number", "--lr is missing"),
+        (NO_RATE, "lr must be a number", "--lr is missing"),
         (SCHEDULER, "0.02 and checkpoint", "--override-opt-param-scheduler takes that of the flags"),
         ("raise AssertionError('Megatron requires CUDA.')", "requires CUDA", "put --cpu before the script"),
     ],
@@ -553,19 +536,9 @@ def test_the_tp_mode_is_auto_unless_another_is_named(run, parse):
     assert of_config(muon_tp_mode="duplicated") == "duplicated"
 
 
-def test_the_start_says_how_long_it_took(tmp_path):
-    run = ["--num-layers", 2, *MUON, *TP2, "--train-iters", 1]
-    _, output = train(tmp_path / "run", 2, *run)
-    phases = ["parameters and settings", "optimizer", "plan", "manifest and checks"]
-    (seconds,) = re.findall(r"^megatron_eopt: the start took ([\d.]+) s on rank 0: (.*)$", output, re.MULTILINE)
-    assert re.sub(r" [\d.]+ s", "", seconds[1]).split(", ") == phases
-    assert "partition_dim" not in output  # Megatron says of all of them whether they are shards
-
-
 def test_what_cannot_run_is_refused_at_start():
     said = refused("--num-layers", 1, "--train-iters", 1, *MUON, "--muon-num-ns-steps", 6)
     assert "ValueError: quintic has 5 polynomials" in said
-    assert "number of parameters on" not in said  # which Megatron prints once the model is built
 
 
 @pytest.fixture
@@ -582,40 +555,22 @@ def validate(parse, monkeypatch):
     return validate
 
 
-def test_defaults_of_every_optimizer_pass_before_there_is_a_model(validate, caplog):
+def test_megatrons_checks_take_every_optimizer(validate):
     for name in ("adam", *OPTIMIZERS):
         assert validate("--optimizer", name).optimizer == name
-    validate("--optimizer", "muon", "--muon-preset", "kimi-k2", "--optimizer-momentum-dtype", "bf16")
-    validate(*MUON[:-2], "--muon-weight-norm", "hold", "--muon-weight-decay", 0)
-    validate(*MUON, "--muon-coefficient-type", "polar_express", "--muon-num-ns-steps", 3, "--muon-share-over-dp")
-    assert not caplog.records  # what is warned of comes once, with the optimizer
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--optimizer muon --min-lr 0.1", "--min-lr 0.1 is above --lr 0.01: rates fall"),
-        ("--optimizer adam --min-lr 0.1", "--min-lr 0.1 is above --lr 0.01: rates fall"),
         ("--optimizer soap --muon-preset keller", "soap has no --muon-preset keller: expected one of megatron"),
-        (
-            "--optimizer muon --muon-brake-outward 0.1",
-            r"brake_outward has no effect with weight_norm 'none'.* \(typed: --muon-brake-outward\)",
-        ),
-        (
-            "--optimizer muon --muon-extra-scale-factor 0.2 --muon-weight-norm hold",
-            "extra_scale_factor has no effect here, got 0.2: .*, by weight_norm 'hold'",
-        ),
-        (
-            "--optimizer muon --muon-preset match_adamw --muon-weight-norm hold",
-            r"extra_scale_factor has no effect here.* \(typed: --muon-preset, --muon-weight-norm\)",
-        ),
-        ("--optimizer muon --muon-beta2 0.9", "beta2 has no effect with moment2_method 'none'"),
         ("--optimizer soap --muon-preset megatron --soap-basis-of previous", "the run also says .*previous"),
     ],
 )
-def test_flags_that_do_not_go_together_are_refused_before_there_is_a_model(validate, flags, message):
+def test_a_preset_that_does_not_fit_is_refused(parse, flags, message):
+    args = parse(*flags.split())
     with pytest.raises(ValueError, match=message):
-        validate(*flags.split())
+        with_preset(args, args)
 
 
 def test_a_folder_without_a_checkpoint_is_refused_unless_the_run_saves_there(validate, tmp_path):
@@ -624,8 +579,6 @@ def test_a_folder_without_a_checkpoint_is_refused_unless_the_run_saves_there(val
     for elsewhere in ([], ["--save", tmp_path / "other"]):
         with pytest.raises(ValueError, match=no_checkpoint):
             validate(*MUON, *load, *elsewhere)
-    with pytest.raises(ValueError, match=f"name its parent, {tmp_path}/run, with --ckpt-step"):
-        validate(*MUON, "--load", tmp_path / "run" / "iter_0000002")
     validate("--optimizer", "adam", *load)  # which is left as it is
     validate(*MUON, *load, "--save", tmp_path / "other" / ".." / "run")
     validate(*MUON, *load, "--pretrained-checkpoint", tmp_path)
@@ -637,12 +590,12 @@ def test_a_folder_without_a_checkpoint_is_refused_unless_the_run_saves_there(val
 def test_a_folder_that_cannot_be_saved_to_is_refused_at_start(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     for save in ("file", "file/run"):
-        with pytest.raises(ValueError, match="file is a file, and no folder"):
+        with pytest.raises(ValueError, match="file is no folder"):
             refuse_unwritable(SimpleNamespace(save=tmp_path / save))
     refuse_unwritable(SimpleNamespace(save=tmp_path / "new" / "run"))
     refuse_unwritable(SimpleNamespace(save=None))
     monkeypatch.setattr(os, "access", lambda folder, mode: folder != tmp_path)  # root may write anywhere
-    with pytest.raises(ValueError, match="may not write to"):
+    with pytest.raises(ValueError, match="no folder that this process may write to"):
         refuse_unwritable(SimpleNamespace(save=tmp_path / "new" / "run"))
 
 
@@ -682,9 +635,7 @@ def test_adam_is_left_as_it_is(tmp_path):
         (["--use-distributed-optimizer"], None, (False, True)),
     ],
 )
-def test_megatrons_checks_of_fsdp_hold_but_for_the_name_of_the_optimizer(
-    parse, monkeypatch, capsys, flags, refusal, expected
-):
+def test_megatrons_checks_of_fsdp_hold_but_for_the_name_of_the_optimizer(parse, monkeypatch, flags, refusal, expected):
     from megatron.training import arguments
 
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
@@ -699,4 +650,3 @@ def test_megatrons_checks_of_fsdp_hold_but_for_the_name_of_the_optimizer(
     assert arguments.validate_args(args) is args
     assert args.optimizer == "muon"
     assert (args.use_distributed_optimizer, args.use_layer_wise_distributed_optimizer) == expected
-    assert re.search(r"^  optimizer \.* muon$", capsys.readouterr().out, re.MULTILINE)

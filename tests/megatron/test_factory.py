@@ -1,6 +1,5 @@
 """What building a run's optimizer leaves behind in Megatron's objects: around its step, its overrides and its model."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 from torch import nn
 
 from megatron_eopt import ScheduleFreeAdamW, TensorParallelMuon
-from megatron_eopt.megatron.assignment import Assignment, MegatronOverrides, refuse_other_dtypes
+from megatron_eopt.megatron.assignment import Assignment, MegatronOverrides
 from megatron_eopt.megatron.at_average import evaluated_at_average
 from megatron_eopt.megatron.factory import OptimizerOfRun, warn_of_other_checkpoints
 from megatron_eopt.megatron.first_step import check_steps, warn_of_unused
@@ -132,17 +131,6 @@ def test_parameters_without_a_gradient_are_named_once_before_the_first_step(one_
     said = capsys.readouterr().out
     assert "zero everywhere in the first step, of unused.weight, without.weight: no forward pass uses it" in said
     assert (said.count("warning"), len(reads)) == (1, 1)
-
-
-def test_parameters_that_are_not_real_are_refused_before_anything_is_changed():
-    names = {"a.weight": torch.complex64, "b.weight": torch.float32, "c.weight": torch.complex128}
-    assigned = [
-        Assignment(SimpleNamespace(tensor=nn.Parameter(torch.ones(2, 2, dtype=dtype)), name=name), "muon", None)
-        for name, dtype in names.items()
-    ]
-    with pytest.raises(ValueError, match=r"got a.weight \(torch.complex64\), c.weight \(torch.complex128\): keep real"):
-        refuse_other_dtypes(assigned)
-    refuse_other_dtypes([replace(each, optimizer=None) for each in assigned])
 
 
 def prepare(monkeypatch, *optimizers, decided=None):

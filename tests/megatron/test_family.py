@@ -201,11 +201,11 @@ def test_a_side_without_a_factor_is_no_damage(saved_by, capsys):
     ("name", "flags", "message"),
     [
         ("spectron", ["--spectron-rank", 500], "rank must lie in [1, 64] for decoder.layers.0.self_attention"),
-        ("scion", ["--muon-weight-decay", 0.1], "has no weight decay, got 0.1"),
+        ("scion", ["--muon-weight-decay", 0.1], "--muon-weight-decay: weight_decay: scion has no weight decay"),
         ("polargrad", ["--muon-tp-mode", "blockwise", *TP2], "take an exact tp_mode"),
         ("soap", ["--muon-preset", "match_adamw"], "soap has no --muon-preset match_adamw"),
         ("soap", ["--muon-split", "none"], "in an order that follows the tensor-parallel ranks"),
-        ("signum", ["--muon-lr", 0.1], "--muon-lr is for optimizers of matrices, and signum is for all"),
+        ("signum", ["--muon-lr", 0.1], "--muon-lr without effect, with --optimizer signum"),
     ],
 )
 def test_what_cannot_run_is_refused_at_start(name, flags, message):

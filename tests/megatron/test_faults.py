@@ -86,11 +86,11 @@ def files(folder):
 @pytest.mark.parametrize(
     ("fault", "flags", "said"),
     [
-        full("begins", [], "is empty: a save that never wrote anything"),
-        ("data", [], "has no metadata.json, which Megatron writes last"),
-        full("layout", [], "has no metadata.json, which Megatron writes last"),
+        full("begins", [], "the save did not finish"),
+        ("data", [], "the save did not finish"),
+        full("layout", [], "the save did not finish"),
         full("complete", [], "OK"),
-        full("late_data", ASYNC, "has no metadata.json"),
+        full("late_data", ASYNC, "the save did not finish"),
     ],
 )
 def test_killed_while_saving(tmp_path, straight, capsys, fault, flags, said):
@@ -111,7 +111,7 @@ def test_killed_while_the_tracker_is_written(tmp_path, straight, capsys):
     assert (folder / TRACKER).read_text() == ""
     status, report = verify(capsys, folder)
     assert status == 2
-    assert "says '', which is no iteration that is there, nor 'release'; there are iter_0000002, iter_0000004" in report
+    assert "says '', and no such checkpoint is there" in report
     assert_goes_on(tmp_path, folder, straight, capsys, steps=2)  # from the newest that is whole
 
 
@@ -210,7 +210,7 @@ def code_in_an_object(folder, key="rng_state"):
 
 # Other ways to put code into a file: tests/checkpoints/test_gate.py. Other data in a tensor's place: test_sums.py.
 DAMAGES = {
-    "missing": (missing, ["lacks __0_0.distcp, ", "take another checkpoint"]),
+    "missing": (missing, ["__0_0.distcp is missing", "take another checkpoint"]),
     "flipped": (flipped, [MOMENTUM, "are not what was saved", "load another checkpoint"]),
     "checksums are a text": (
         common_with(lambda common: common.update(megatron_eopt_checksums="none")),
@@ -222,11 +222,11 @@ DAMAGES = {
     ),
     "without format": (
         without_format,
-        ["has no metadata.json, which Megatron writes last", "take the checkpoint before it"],
+        ["metadata.json is missing", "which Megatron writes last", "Take the checkpoint before it"],
     ),
     "tracker of another": (
         tracker_of_another,
-        [TRACKER, "says '9', which is no iteration that is there, nor 'release'; there are iter_0000002, iter_0000004"],
+        [TRACKER, "says '9', and no such checkpoint is there"],
     ),
     "code in the layout": (
         code_in_the_layout,
@@ -271,7 +271,7 @@ def test_nan_in_the_momentum_is_refused(tmp_path, capsys):
     status, report = verify(capsys, folder)
     assert (status, MOMENTUM in report, "has NaN or infinite" in report) == (1, True, True), report
     status, output = begun(tmp_path / "resumed", *MUON, "--load", folder)
-    assert_refused(status, output, ["momentum_buffer of decoder.layers.", "not finite", "Load an earlier checkpoint"])
+    assert (status, "values that are not finite" in output) == (1, True), output[-2000:]
 
 
 def test_code_is_refused_before_arguments_are_read(tmp_path, checkpoint):

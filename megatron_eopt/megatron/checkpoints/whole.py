@@ -14,6 +14,7 @@ from megatron_eopt.checkpoints.contents import (
     newest,
     read_contents,
     read_layout,
+    read_text,
 )
 from megatron_eopt.checkpoints.faults import check_pickles
 from megatron_eopt.checkpoints.gate import reading
@@ -57,7 +58,7 @@ def checked_tracker(read_metadata: Original, tracker_filename: str) -> Any:
     args = releases.training_args()
     if is_our_run(args) and args.ckpt_format == "torch_dist" and dist.is_initialized():
         with reading(*trusted_by(args)):
-            iteration = from_rank_0(lambda: None if file.read_bytes().strip() else _newest_whole(file.parent))
+            iteration = from_rank_0(lambda: None if read_text(file) else _newest_whole(file.parent))
     if iteration is None:
         return read_metadata(tracker_filename)
     say(
@@ -80,7 +81,7 @@ def resumed(folder: Path, step: int | None) -> Path | None:
     if step:
         return folder / f"iter_{step:07d}"
     tracker = folder / TRACKER
-    return newest(folder) if tracker.exists() and tracker.read_bytes().strip() else None
+    return newest(folder) if tracker.exists() and read_text(tracker) else None
 
 
 def damage_of_resumed(folder: Path, step: int | None, ckpt_format: str = "torch_dist") -> str | None:

@@ -30,10 +30,7 @@ def run(options: argparse.Namespace, flags: Sequence[str] | None) -> int:
         with reading(*options.trust_checkpoint_globals.split(",")):
             lines = list(_report(options, problems))
     except Exception as error:  # what is damaged or hostile raises anything
-        what = str(error)
-        if not isinstance(error, ValueError | OSError):
-            what = f"{type(error).__name__}: {what}"
-        print(printable(f"megatron-eopt verify-checkpoint: {what}"), file=sys.stderr)
+        print(printable(f"megatron-eopt verify-checkpoint: {type(error).__name__}: {error}"), file=sys.stderr)
         return 2
     for problem in problems:
         lines += [f"{problem.severity + ':':<11} {problem.what}", f"{'':<11} -> {problem.advice}"]
@@ -52,7 +49,7 @@ def _report(options: argparse.Namespace, problems: list[Problem]) -> Iterator[st
     sizes = [f"{short} {contents.args[name]}" for name, short in _SIZES.items() if name in contents.args]
     yield f"checkpoint  {contents.folder}"
     yield f"iteration   {contents.iteration}"
-    yield f"saved by    Megatron-Core {contents.release}; {', '.join(sizes) or 'sizes not saved'}"
+    yield f"sizes       {', '.join(sizes) or 'not saved'}"
     optimizer = contents.common.get("optimizer")
     for block in blocks_of(optimizer):
         settings = ", ".join(f"{name} {value}" for name, value in block.get("settings", {}).items())

@@ -1,6 +1,7 @@
 """Files that are broken or made to do harm: one line that says so, whatever they are, in bounded memory and time."""
 
 import io
+import os
 import pickle
 import shutil
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from megatron_eopt.cli import main
+from megatron_eopt.megatron.checkpoints.whole import damage_of_resumed
 from tests.checkpoints import limits
 from tests.checkpoints.made import block, common, save, tensors
 
@@ -26,13 +28,55 @@ def changed_metadata(folder, change):
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
+def huge_object(folder):
+    """The common state, behind all that is in the file."""
+
+    def change(metadata):
+        (state,) = (each for index, each in metadata.storage_data.items() if index.fqn.startswith("common_state"))
+        state.offset, state.length = 2**30, 2**40
+
+    changed_metadata(folder, change)
+
+
+def sparse(name, size):
+    def make(folder):
+        with (folder / name).open("wb") as file:
+            file.truncate(size)
+
+    return make
+
+
+def pipe(name):
+    def make(folder):
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+
+    return make
+
+
 def written(name, data):
     return lambda folder: (folder / name).write_bytes(data)
 
 
+COMMON = "the common state (arguments, iteration, parameter groups) cannot be loaded"
+# A million times the same megabyte.
+AGAIN = b"\x80\2c_codecs\nencode\nq\0X" + (10**6).to_bytes(4, "little") + b"a" * 10**6
+AGAIN += b"X\6\0\0\0latin1\x86q\1" + b"h\0h\1R" * 10**6 + b"."
 REFUSED = {
+    "a huge tracker": (sparse(f"../{TRACKER}", 8 * 2**30), f"{TRACKER} says"),
+    "a tracker that is a pipe": (pipe(f"../{TRACKER}"), f"{TRACKER} is missing, or no regular file"),
     "a long word in the tracker": (written(f"../{TRACKER}", b"a" * 5000), "characters)"),
+    "huge metadata": (sparse(".metadata", 2**40), ".metadata cannot be loaded"),
+    "metadata that are a pipe": (pipe(".metadata"), ".metadata is missing, or no regular file"),
     "no pickle": (written(".metadata", b"\x80\x04garbage"), ".metadata cannot be loaded"),
+    "a far place in the memo": (written(".metadata", b"\x80\4Nr\xff\xff\xff\x7f."), ".metadata cannot be loaded"),
+    "the same bytes again and again": (written(".metadata", AGAIN), ".metadata names _codecs.encode"),
+    "a huge object": (huge_object, COMMON),
+    "a deep format": (written("metadata.json", b"[" * 100_000), "metadata.json cannot be read"),
+    "a huge format": (sparse("metadata.json", 2**40), "metadata.json cannot be read"),
+    "a format that is a pipe": (pipe("metadata.json"), "metadata.json is missing, or no regular file"),
+    "a common state that is a pipe": (pipe("common.pt"), COMMON),
+    "data that are a pipe": (pipe("__0_0.distcp"), "__0_0.distcp is missing, or no regular file"),
     "settings that are none": (
         lambda folder: torch.save({"optimizer": {"megatron_eopt": 3}}, folder / "common.pt"),
         "",
@@ -63,6 +107,13 @@ def test_what_cannot_be_read(folder, case):
     assert (status, said.count("\n")) == (2, 1), said[-3000:]
     assert words in said
     assert len(said) < 3000
+
+
+@pytest.mark.parametrize("name", [f"../{TRACKER}", ".metadata", "metadata.json", "common.pt", "__0_0.distcp"])
+def test_a_run_waits_for_no_pipe(folder, name):
+    pipe(name)(folder)
+    status, said = limits.run(lambda: print(damage_of_resumed(folder.parent, None)) or 0)
+    assert (status, "is missing, or no regular file" in said) == (0, True), said
 
 
 def test_a_tensor_that_is_none(folder):

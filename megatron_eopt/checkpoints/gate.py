@@ -30,7 +30,6 @@ from torch import serialization
 from torch.distributed.checkpoint import filesystem, metadata
 
 _FORCED = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # torch's: also where a caller says weights_only=False, as DCP does
-_ALL = "all"  # as a trusted name: whatever a pickle names
 _trusted: ContextVar[tuple[str, ...] | None] = ContextVar("_trusted", default=None)
 
 
@@ -130,16 +129,13 @@ def reading(*trusted: str) -> Iterator[None]:
     registered = serialization.get_safe_globals()
     serialization.clear_safe_globals()
     try:
-        if _ALL in names:
-            yield
-            return
         os.environ[_FORCED] = "1"
         with serialization.safe_globals(list(_allowed(names))):
             yield
     finally:
-        serialization.add_safe_globals(registered)
         os.environ.pop(_FORCED, None)
         os.environ.update({} if forced is None else {_FORCED: forced})
+        serialization.add_safe_globals(registered)
         _trusted.reset(token)
 
 
@@ -166,7 +162,7 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """What makes an object of this name."""
         path = f"{module}.{name}"
-        if {path, _ALL} & {*(_trusted.get() or ())}:
+        if path in (_trusted.get() or ()):
             return super().find_class(module, name)
         if path not in _OF_METADATA:
             raise pickle.UnpicklingError(f"GLOBAL {path}")
@@ -187,7 +183,7 @@ def load_pickle(data: bytes) -> Any:
 def load_saved(file: BinaryIO) -> Any:
     """Load what ``torch.save`` wrote."""
     with reading():
-        return torch.load(file, map_location="cpu", weights_only=_ALL not in (_trusted.get() or ()))
+        return torch.load(file, map_location="cpu", weights_only=True)
 
 
 def check_extra_state(value: Any) -> None:

@@ -43,7 +43,7 @@ RUN_FLAGS = (  # whatever the optimizer
     Flag("checksums", "Save no checksums in torch_dist checkpoints, and compare none on load.", default=True),
     Flag(
         "trust_checkpoint_globals",
-        "Classes and functions, with commas between, that checkpoints may name and have called; or all.",
+        "Classes and functions, with commas between, that checkpoints may name and have called.",
         default=None,
         metavar="NAMES",
     ),

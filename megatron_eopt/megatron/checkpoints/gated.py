@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import StorageMeta
-
 from megatron_eopt.checkpoints.contents import EXTRA_STATE, METADATA, CheckpointError, load_metadata
 from megatron_eopt.checkpoints.gate import check_extra_state, is_reading, reason
 from megatron_eopt.megatron.support.run import primary_of
@@ -28,11 +26,7 @@ def gated_metadata(read: Original, reader: Any, *args: Any, **kwargs: Any) -> An
     """Replaces ``FileSystemReader.read_metadata``, which unpickles whatever is there."""
     if not is_reading() or not isinstance(reader.path, Path):  # which is of object storage
         return read(reader, *args, **kwargs)
-    rank = kwargs.get("rank")
-    metadata = load_metadata(reader.path / (METADATA if rank is None else f"__{rank}{METADATA}"))
-    metadata.storage_meta = metadata.storage_meta or StorageMeta()
-    metadata.storage_meta.load_id = reader.load_id
-    return metadata
+    return load_metadata(reader.path / METADATA)
 
 
 def check_extra_states(state: Any) -> None:

@@ -14,5 +14,5 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--trust-checkpoint-globals",
         metavar="NAMES",
         default="",
-        help="as for a run: classes and functions, with commas between, that it may name and have called; or all",
+        help="as for a run: classes and functions, with commas between, that it may name and have called",
     )

@@ -29,7 +29,10 @@ def saved_sums(written: Any, optimizer: Any, entries: Mapping[str, int]) -> Sums
         return {}
     fault = _fault(written, entries)
     if fault is not None:
-        raise CheckpointError(f"the checksums of its tensors are {fault}")
+        raise CheckpointError(
+            f"the checksums of its tensors are {fault}. Load another checkpoint, or pass --no-checksums to load this "
+            f"one without comparing"
+        )
     sums: Sums = written
     return sums
 

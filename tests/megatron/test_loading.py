@@ -82,7 +82,7 @@ def test_adams_checkpoint_of_the_distributed_optimizer(tmp_path, saved_by_parame
     if not saved_by_parameter:
         message = refused(checkpoint, "--bf16", *MUON, "--muon-momentum-from-adam")
         assert "flat buffers of the distributed optimizer" in message
-        assert "save it with --dist-ckpt-optim-fully-reshardable" in message
+        assert "save with --dist-ckpt-optim-fully-reshardable" in message
         return
     assert "Adam wrote it. Pass --muon-momentum-from-adam" in refused(checkpoint, "--bf16", *MUON)
     muon, _ = train(tmp_path / "muon", 2, *run, *MUON, "--muon-momentum-from-adam", "--load", checkpoint)

@@ -112,14 +112,6 @@ def test_a_tensor_of_one_rank_is_saved_whole_by_it_and_by_no_other(computes, swi
         assert torch.equal(joined(tensor, [each.data for each in saved], tuple(local.shape)), local)
 
 
-def test_rows_beside_the_first_dimension_are_refused_where_their_order_depends_on_the_ranks():
-    tensor = StateTensor("left", ("rows", "rows"))
-    layouts = layouts_of(0, 2, 0, split=False)
-    data = torch.zeros(ROWS // 2, ROWS // 2)
-    with pytest.raises(ValueError, match=r"left of fc1.weight: rows .* dims \('rows', 'rows'\)"):
-        sharded_state(tensor, data, parameter(0, 2, 0, swiglu=True), layouts)
-
-
 def test_each_model_of_a_process_has_its_own_names_of_layers():
     """Also the second one: what is saved of a model follows its own optimizer, and what is loaded the checkpoint."""
 

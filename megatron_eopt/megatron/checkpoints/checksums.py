@@ -7,7 +7,6 @@ of global tensors are sums over shards, and can be compared at another number of
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from math import prod
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from megatron_eopt.checkpoints.contents import CheckpointError
 from megatron_eopt.checkpoints.states import BLOCK, holding
-from megatron_eopt.checkpoints.sums import CHECKSUMS, Sums, saved_sums
+from megatron_eopt.checkpoints.sums import CHECKSUMS, Sums
 from megatron_eopt.megatron.agreement import say, union
 from megatron_eopt.megatron.checkpoints.sharding import sharded_tensors
 from megatron_eopt.megatron.checkpoints.stored import Stored
@@ -32,17 +31,6 @@ def checked_save(save: Original, sharded_state_dict: Any, *args: Any, **kwargs: 
     if any(each[BLOCK]["checksums"] for each in holding(sharded_state_dict, BLOCK)):
         sharded_state_dict[CHECKSUMS] = checksums(sharded_tensors(sharded_state_dict))
     return save(sharded_state_dict, *args, **kwargs)
-
-
-def sums_of(stored: Stored, folder: str) -> Sums:
-    """The checksums that were saved; empty where none were."""
-    entries = {key: prod(shape) for key, shape in stored.shapes.items()}
-    try:
-        return saved_sums(stored.checksums, stored.optimizer, entries)
-    except CheckpointError as error:
-        raise CheckpointError(
-            f"{folder}: {error}. Load another checkpoint, or pass --no-checksums to load this one without comparing"
-        ) from None
 
 
 def compare_sums(saved: Sums, stored: Stored, requested: Any, loaded: dict[str, Any], folder: str) -> None:

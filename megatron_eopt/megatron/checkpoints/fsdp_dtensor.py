@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader, metadata
+from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 from torch.optim import Adam, AdamW
 from torch.optim.optimizer import Optimizer
 
-from megatron_eopt.checkpoints.contents import CheckpointError
+from megatron_eopt.checkpoints.contents import CheckpointError, read_layout
 from megatron_eopt.checkpoints.states import BLOCK, Settings, StateDict
 from megatron_eopt.matrices import WHOLE, Split
 from megatron_eopt.megatron.agreement import from_rank_0, union
@@ -54,7 +54,7 @@ class SavedShards:
         optimizer.load_state_dict = self.load_state_dict
 
     def sharded_state_dict(self, model: Any, is_loading: bool = False, **kwargs: Any) -> StateDict:
-        """State and settings by parameters; NaN where to be loaded."""
+        """State and settings by parameters; the settings are empty where to be loaded."""
         self._megatron.init_state_fn(self._megatron.optimizer, self._megatron.config)
         state: dict[str, dict[str, Tensor]] = {}
         settings: dict[str, str] = {}  # in JSON, which torch's checkpoints do not take apart
@@ -69,8 +69,6 @@ class SavedShards:
                     name = self._megatron._param_name(parameter)
                     settings[name] = written
                     for suffix, key, x in self._saved(optimizer, parameter):
-                        if is_loading:
-                            local(x).fill_(torch.nan if x.is_floating_point() else 0)
                         state.setdefault(f"{name}{suffix}", {})[key] = x
         ours = [each for each in self._optimizers if isinstance(each, BaseOptimizer)]
         run = {
@@ -82,18 +80,15 @@ class SavedShards:
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Go on with the loaded state; all ranks together."""
-        written = state_dict[BLOCK]["run"]
-        if written == _TO_LOAD:  # Megatron's --strict-fsdp-dtensor-load is off
-            _refuse(f"it holds no settings of optimizers: another program wrote it; {FRESH}")
-        run = json.loads(written)
+        run = json.loads(state_dict[BLOCK]["run"])
         _refuse(too_new(run["format"]))
         report_changes(run["manifest"], self._run.families)
         saved = {name: json.loads(each) for name, each in state_dict["settings"].items()}
         for problem in union(self._problems(saved)):
             _refuse(f"{problem}; {FRESH}")
         for optimizer in self._optimizers:
-            name = type(optimizer).__name__
-            if name in run.get("settings", {}):  # which earlier checkpoints lack
+            if isinstance(optimizer, BaseOptimizer):
+                name = type(optimizer).__name__
                 report_settings(name, run["settings"][name], **of_whole(optimizer))
             state = optimizer.state_dict()
             of_groups = []
@@ -111,15 +106,11 @@ class SavedShards:
     def _problems(self, saved: dict[str, Any]) -> Iterator[str]:
         for optimizer in self._optimizers:
             ours = type(optimizer).__name__
-            for parameter, state in optimizer.state.items():
+            for parameter in optimizer.state:
                 name = self._megatron._param_name(parameter)
                 wrote, _ = saved[name]
                 if wrote != ours:
                     yield f"{wrote} wrote the state of {name}, and {ours} would take it for its own"
-                    continue
-                for key, x in state.items():
-                    if not local(x).isfinite().all():
-                        yield f"its {key} of {name} has values that are not finite"
 
     def _saved(self, optimizer: Optimizer, parameter: Tensor) -> Iterator[tuple[str, str, Tensor]]:
         """Views of a parameter's state as saved: suffix of the name, key, view."""
@@ -148,8 +139,6 @@ class SavedShards:
                 layout = layouts[tensor.matrix]
         if "rows" not in dims:
             split = WHOLE
-        elif not split.is_whole and dims[0] != "rows":
-            raise ValueError(f"{tensor.key} of fused matrices is saved along its rows, which come first; got {dims}")
         parts = split_layout(layout, split)
         views = [local(data)]
         if not split.is_whole:  # the order of the rows depends on the number of shards
@@ -248,8 +237,4 @@ def _stored(folder: Path, step: int | None) -> tuple[Path, dict[str, torch.dtype
     """The checkpoint that Megatron will load, and dtypes of its tensors by key."""
     path = resumed(folder, step)
     assert path is not None, "Megatron loads it"
-    dtypes = {}
-    for key, entry in FileSystemReader(path).read_metadata().state_dict_metadata.items():
-        if isinstance(entry, metadata.TensorStorageMetadata):
-            dtypes[key] = entry.properties.dtype
-    return path, dtypes
+    return path, {key: tensor.dtype for key, tensor in read_layout(path).tensors.items()}

@@ -1,5 +1,6 @@
 """Load a torch_dist checkpoint: compare it with what is requested first, and tell what changes."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,11 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from megatron_eopt.checkpoints.contents import CheckpointError
 from megatron_eopt.checkpoints.states import BLOCK, StateDict, blocks_of, holding, split_key
-from megatron_eopt.checkpoints.sums import CHECKSUMS
+from megatron_eopt.checkpoints.sums import CHECKSUMS, saved_sums
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.agreement import from_rank_0, say, union
 from megatron_eopt.megatron.checkpoints import matching
-from megatron_eopt.megatron.checkpoints.checksums import compare_sums, sums_of
+from megatron_eopt.megatron.checkpoints.checksums import compare_sums
 from megatron_eopt.megatron.checkpoints.fitting import fit
 from megatron_eopt.megatron.checkpoints.refusals import of_another, of_buffers, problem_of, requested_of
 from megatron_eopt.megatron.checkpoints.sharding import sharded_tensors
@@ -44,7 +45,8 @@ def checked_load(load: Original, sharded_state_dict: Any, checkpoint_dir: str, *
         return load(sharded_state_dict, checkpoint_dir, *args, **kwargs)
     sums = None
     if any(each[BLOCK]["checksums"] for each in optimizers):
-        sums = sums_of(stored, checkpoint_dir)
+        entries = {key: math.prod(shape) for key, shape in stored.shapes.items()}
+        sums = saved_sums(stored.checksums, stored.optimizer, entries)
     request = matching.taken_out(sharded_state_dict)
     _report_differences(request, stored)
     _report_settings(optimizers, stored)

@@ -253,8 +253,8 @@ def _completed(requested: StateDict, loaded: StateDict, common: Any) -> StateDic
     block = {"state": loaded.get(BLOCK, {}).get("state", {})}
     if blocks:
         block["groups"] = [group for each in blocks for group in each["groups"]]
-    for each in reversed(blocks):  # the first that has something counts
-        block |= {key: each[key] for key in ("manifest", "average") if key in each}
+    for each in reversed(blocks):  # the first that has one counts
+        block |= {key: each[key] for key in each.keys() & {"manifest"}}
     if "optimizer" not in requested:
         return inner | {BLOCK: block}
     main = loaded.get(MAIN_PARAMETERS, [])

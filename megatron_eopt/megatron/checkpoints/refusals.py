@@ -31,8 +31,6 @@ def problem_of(optimizers: Sequence[StateDict], stored: Stored) -> str | None:
     problem = too_new(max((block.get("format", 0) for block in blocks), default=0))
     if problem:
         return problem
-    if not any(split_key(key)[0] for key in stored.shapes):
-        return _without_state(stored.shapes)
     optional = set[str]()
     if any(each[BLOCK].get("modifies") for each in optimizers):
         optional |= {*OPTIONAL}
@@ -88,10 +86,10 @@ def mismatch(name: str, wanted: Shapes, stored: Shapes, optional: Set[str] = fro
         return _other_states(name, split_key(differing[0])[1], wanted, stored)
     for key, shape in wanted.items():
         if shape is not None and stored[key] != shape:
-            reason = f"it is of another model, or of other settings of the optimizer; {FRESH}"
-            if stored.get(split_key(key)[1]) == stored[key]:
-                reason = "so has the weight in it, which is of another model: take the model's flags of that run"
-            return f"{key} has shape {stored[key]} in it, and this run needs {shape}: {reason}"
+            return (
+                f"{key} has shape {stored[key]} in it, and this run needs {shape}: it is of another model, or of other "
+                f"settings of the optimizer; {FRESH}"
+            )
     return None
 
 
@@ -136,15 +134,6 @@ def of_buffers(requested: Iterable[ShardedTensor], stored: Iterable[str]) -> str
     )
 
 
-def _without_state(stored: Iterable[str]) -> str:
-    if _has_flat(stored):
-        return (
-            f"it holds the state of Adam in flat buffers of the distributed optimizer, which say nothing of "
-            f"parameters: save it with --dist-ckpt-optim-fully-reshardable, or {FRESH}"
-        )
-    return f"it holds no optimizer state (it was saved with --no-save-optim, or converted): {FRESH}"
-
-
 def _other_states(name: str, parameter: str, wanted: Shapes, stored: Shapes) -> str:
     needs = _states_of(parameter, wanted)
     has = _states_of(parameter, stored)
@@ -157,10 +146,6 @@ def _other_states(name: str, parameter: str, wanted: Shapes, stored: Shapes) -> 
             "it is in flat buffers of the distributed optimizer. Resume with --use-distributed-optimizer and the "
             "same sizes, and save with --dist-ckpt-optim-fully-reshardable to change them, or"
         )
-    elif MAIN in has and MAIN not in needs and DISTRIBUTED_MAIN not in has:
-        reason = "it is of a run in bf16, and this one is in fp32; resume in bf16, or"
-    elif MAIN in needs and MAIN not in has and DISTRIBUTED_MAIN not in has:
-        reason = "it is of a run in fp32, and this one is in bf16; resume in fp32, or"
     elif of_adam and needs - {MAIN} == {MOMENTUM_BUFFER}:
         reason = "Adam wrote it. Pass --muon-momentum-from-adam to make its first moment the momentum, or"
     listed = ", ".join(sorted(has)) or "no state"

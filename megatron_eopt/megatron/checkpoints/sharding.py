@@ -31,14 +31,11 @@ def sharded_state(tensor: StateTensor, data: Tensor, parameter: Sharded, layouts
 
     The tensors of a factory follow one another in this rank's rows, in an order that depends on the tensor-parallel
     size. So where such a parameter is one logical matrix, a state dimension along its rows is saved in as many tensors.
-    Where it is several, each matrix has the same rows at every size. ``layouts`` are those of the logical matrices. A
-    ValueError refuses a factory that is not cut along the rows, or whose rows are not the state's first dimension.
+    Where it is several, each matrix has the same rows at every size. ``layouts`` are those of the logical matrices.
+    Factories cut rows, and the rows of a state are its first dimension.
     """
     assert tensor.dims is not None
     saved = list(sharded_tensors([parameter]))
-    rows_of = [shard.local_shape[0] for shard in saved]
-    if sum(rows_of) != parameter.data.shape[0] or any(x.local_shape[1:] != saved[0].local_shape[1:] for x in saved):
-        raise ValueError(f"{parameter.key} is saved in tensors that are not cut along its rows: {saved}")
     layout = layouts[tensor.matrix]
     replica_id = _replica_id(tensor, layout, saved[0])
     if isinstance(parameter, ShardedTensor) or len(layouts) > 1 or "rows" not in tensor.dims:
@@ -48,13 +45,8 @@ def sharded_state(tensor: StateTensor, data: Tensor, parameter: Sharded, layouts
             "columns": Side(layout.shape[1], held.left, held.right),
         }
         return _sharded(tensor, parameter.key, data, saved[0], sides, replica_id)
-    if "rows" in tensor.dims[1:]:
-        raise ValueError(
-            f"{tensor.key} of {parameter.key}: rows of a matrix that is saved in {len(saved)} tensors have to be the "
-            f"first dimension of a state tensor; got dims {tensor.dims}"
-        )
     state = []
-    for shard, view in zip(saved, data.split(rows_of), strict=True):
+    for shard, view in zip(saved, data.split([shard.local_shape[0] for shard in saved]), strict=True):
         state += _sharded(tensor, shard.key, view, shard, _sides(shard), replica_id)
     return state
 

@@ -11,13 +11,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from megatron_eopt.checkpoints.contents import CheckpointError
 from megatron_eopt.checkpoints.states import BLOCK, Block, Settings, StateDict, base
-from megatron_eopt.megatron.agreement import distinct, union
+from megatron_eopt.megatron.agreement import distinct
 from megatron_eopt.megatron.at_average import go_on_from, has_average, save_average, trained_parameters
 from megatron_eopt.megatron.checkpoints import matching, sharding
 from megatron_eopt.megatron.checkpoints.loading import report_changes
-from megatron_eopt.megatron.checkpoints.refusals import FORMAT, FRESH
+from megatron_eopt.megatron.checkpoints.refusals import FORMAT
 from megatron_eopt.megatron.wrappers import model_parameters
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.parameters import local, parameters_in
@@ -150,7 +149,6 @@ class SavedState:
             values = inner["state"].get(index, {})
             if key in values:
                 live[index] = values.pop(key)
-        self._check_finite(inner["state"])
         self._place(state_dict)
         # Megatron tells groups apart by some of their settings, and mixes up the rest: ours are in order.
         self._megatron._filter_and_reorder_param_groups = lambda current, in_order: in_order
@@ -192,20 +190,6 @@ class SavedState:
             groups.append(settings | kept)
         return groups
 
-    def _check_finite(self, state: StateDict) -> None:
-        """Refuse values that are not finite, on all ranks together, also of Adam."""
-        found = []
-        for index, (name, _) in self._names.items():
-            for key, value in state.get(index, {}).items():
-                if isinstance(value, Tensor) and value.is_floating_point() and not local(value).isfinite().all():
-                    found.append(f"{key} of {name}")
-        bad = union(found)
-        if bad:
-            raise CheckpointError(
-                f"the checkpoint holds values that are not finite, in {len(bad)} tensors, such as {bad[0]}: a run "
-                f"would not get rid of them. Load an earlier checkpoint, or {FRESH}"
-            )
-
     def _place(self, state_dict: StateDict) -> None:
         """Make DTensors of loaded shards, in place; Megatron does not."""
         done = {(index, tensor.key) for index, _, tensor in self._of_other_shapes()}
@@ -220,7 +204,6 @@ class SavedState:
 
     def _shaped_as_parameters(self, optimizer: Optimizer, state_dict: StateDict) -> StateDict:
         """A copy of the state without tensors of other shapes."""
-        refuse_unsaved(optimizer)
         hidden = {(index, tensor.key) for index, _, tensor in self._of_other_shapes()}
         state = {}
         for index, values in state_dict["state"].items():

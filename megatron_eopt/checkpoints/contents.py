@@ -13,6 +13,7 @@ import argparse
 import io
 import json
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from megatron_eopt.checkpoints.gate import load_pickle, load_saved, reason
+from megatron_eopt.checkpoints.gate import load_pickle, load_saved
 
 METADATA = ".metadata"
 FORMAT = "metadata.json"
@@ -30,6 +31,8 @@ COMMON_KEY = "common_state/shard_0_1"
 TRACKER = "latest_checkpointed_iteration.txt"
 EXTRA_STATE = "_extra_state"  # in the keys of what modules keep beside their tensors
 _TEXT = 2**16  # bytes that are read of a text, which has some hundred
+_MOST = 2**32  # bytes of a pickle; metadata of a hundred thousand chunks have some ten million
+_WIDEST = 16  # bytes of an entry
 
 
 class CheckpointError(ValueError):
@@ -88,10 +91,14 @@ class Contents:
         return iteration if isinstance(iteration, int) else None
 
 
-def read_file(path: Path, start: int = 0, length: int = -1) -> bytes:
-    """Bytes of a regular file; a pipe would let its reader wait for ever."""
+def read_file(path: Path, start: int = 0, length: int | None = None, most: int = _MOST) -> bytes:
+    """Bytes of a regular file; a pipe would let its reader wait for ever, and a huge file fill the memory."""
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing, or no regular file")
+    if length is None:
+        length = path.stat().st_size
+    if length > most:
+        raise CheckpointError(f"{path} has {length:,} bytes of it, and at most {most:,} are read")
     with path.open("rb") as file:
         file.seek(start)
         return file.read(length)
@@ -103,8 +110,8 @@ def read_text(path: Path) -> str:
 
 
 def read_blob(folder: Path, blob: Chunk) -> io.BytesIO:
-    """The bytes of an object's archive."""
-    return io.BytesIO(read_file(folder / blob.file, blob.start, blob.length))
+    """The bytes of an archive."""
+    return io.BytesIO(read_file(folder / blob.file, blob.start, blob.length, _MOST + _WIDEST * math.prod(blob.sizes)))
 
 
 def newest(folder: Path) -> Path:
@@ -113,8 +120,8 @@ def newest(folder: Path) -> Path:
     if not tracker.exists():
         return folder
     word = read_text(tracker)
-    path = folder / (f"iter_{int(word):07d}" if word.isdecimal() else word)
-    if not word or not path.is_dir():
+    path = folder / (word if word == "release" else f"iter_{word:0>7}")
+    if not path.is_dir():
         raise CheckpointError(
             f"{tracker} says {word!r}, and no such checkpoint is there: write the number of another iteration into it"
         )
@@ -175,6 +182,17 @@ def load_metadata(path: Path) -> Metadata:
     found: Metadata = load_pickle(read_file(path))
     vars(found).pop("all_local_plans", None)  # Megatron's, which plans anew without
     return found
+
+
+def reason(error: Exception) -> str:
+    """Why a pickle cannot be loaded, and what to do."""
+    said = str(error).rpartition("WeightsUnpickler error: ")[2]
+    if named := re.search(r"GLOBAL (\S+)", said):
+        return (
+            f"names {named[1]}, which a load would call. Load a checkpoint only from where you would run a program. "
+            f"If you know what it does: --trust-checkpoint-globals {named[1]}"
+        )
+    return f"cannot be loaded ({type(error).__name__}: {said.partition(chr(10))[0]})"
 
 
 def is_legacy(folder: Path) -> bool:

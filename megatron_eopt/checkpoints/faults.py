@@ -2,10 +2,12 @@
 
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from megatron_eopt.checkpoints.contents import EXTRA_STATE, Contents, read_blob
-from megatron_eopt.checkpoints.gate import check_extra_state, load_saved, reason
+import torch
+
+from megatron_eopt.checkpoints.contents import EXTRA_STATE, Contents, read_blob, reason
+from megatron_eopt.checkpoints.gate import load_pickle, load_saved
 
 
 class Problem(NamedTuple):
@@ -41,11 +43,20 @@ def check_pickles(contents: Contents) -> Iterator[Problem]:
     for key, chunk in contents.chunks():
         if EXTRA_STATE in key or key in contents.blobs:
             try:
-                loaded = load_saved(read_blob(contents.folder, chunk))
-                if EXTRA_STATE in key:
-                    check_extra_state(loaded)
+                check_extra_states({key: load_saved(read_blob(contents.folder, chunk))})
             except Exception as error:  # a damaged pickle raises anything
                 found[reason(error)].append(f"{key} in {chunk.file}")
     for fault, places in found.items():
         more = f" and {len(places) - 1:,} more" if len(places) > 1 else ""
         yield Problem("error", f"{places[0]}{more} {fault}", "take another checkpoint, or a copy")
+
+
+def check_extra_states(state: Any) -> None:
+    """Raise for names in the bytes that modules of Transformer Engine unpickle, of a state dict."""
+    for key, value in state.items() if isinstance(state, dict) else ():
+        if EXTRA_STATE not in str(key):
+            check_extra_states(value)
+            continue
+        for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, torch.Tensor) and each.numel():
+                load_pickle(each.detach().cpu().contiguous().numpy().tobytes())

@@ -1,26 +1,19 @@
 """The gate: a pickle of a checkpoint has nothing called but names of a short list.
 
-torch's reader (``weights_only``) and Python's unpickler (``find_class``) ask a list before they call what a pickle
-names. Ours stand in for torch's own, to which Megatron and torch add classes that do more than hold data. They give a
-pickle nothing that the process shares, as members of an enum, of which it could then change the attributes.
+torch's reader (``weights_only``) and Python's (``find_class``) ask a list before they call what a pickle names. Ours
+replaces torch's, which has more. No pickle gets what the process shares, as an enum's members, and could change it.
 """
 
-import argparse
 import io
 import os
 import pickle
 import pkgutil
-import re
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from copyreg import clear_extension_cache
-from dataclasses import is_dataclass
 from enum import EnumType
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, BinaryIO
 
@@ -30,38 +23,28 @@ from torch import serialization
 from torch.distributed.checkpoint import filesystem, metadata
 
 _FORCED = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # torch's: also where a caller says weights_only=False, as DCP does
-_trusted: ContextVar[tuple[str, ...] | None] = ContextVar("_trusted", default=None)
+readings: list[tuple[str, ...]] = []  # what is trusted, by each :func:`reading` around
 
 
-class _Absent(SimpleNamespace):
+class _StandIn(SimpleNamespace):
     """Stands for what is not read, and for classes of a Megatron that is not imported."""
 
     def __init__(self, *values: Any) -> None:
         super().__init__(values=values)
 
-
-class _Dtype:
-    """A dtype of numbers; numpy's own can be given the state of another."""
-
-    def __init__(self, name: str, align: bool = False, copy: bool = False) -> None:
-        self.dtype = numpy.dtype(name)
-        if self.dtype.kind not in "biufc":
-            raise pickle.UnpicklingError(f"it has an array of {name}, which are no numbers")
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.dtype = self.dtype.newbyteorder(state[1])
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
 
 
 class _Array(numpy.ndarray[Any, Any]):
-    """An array of numbers, and the function that makes it empty."""
-
-    def __new__(cls, *_: Any) -> "_Array":
-        return super().__new__(cls, 0)
+    """An array of numbers; its dtype is a stand-in."""
 
     def __setstate__(self, state: Any) -> None:
         _, shape, of, by_columns, data = state
-        numpy.frombuffer(data, of.dtype).reshape(shape)  # raises for more numbers than bytes
-        super().__setstate__((1, shape, of.dtype, by_columns, data))
+        dtype = numpy.dtype(of.values[0]).newbyteorder(of.state[1])
+        if dtype.kind not in "biufc":
+            raise pickle.UnpicklingError(f"it has an array of {dtype}, which are no numbers")
+        super().__setstate__((1, shape, dtype, by_columns, data))
 
     def __reduce__(self) -> Any:
         return numpy.asarray(self).__reduce__()
@@ -71,85 +54,68 @@ class _Properties(metadata.TensorProperties):
     """Becomes torch's, without what is deprecated: a layout, and a member of an enum."""
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        dtype, _, requires_grad, _, *rest = state
-        self.__init__(dtype, torch.strided, requires_grad, torch.contiguous_format, *rest)  # type: ignore[misc]
+        self.__init__(state[0], strides=(*state[5:], None)[0])  # type: ignore[misc]
         self.__class__ = metadata.TensorProperties  # type: ignore[assignment]
 
 
-_NAMES: dict[str, Any] = {
-    "argparse.Namespace": argparse.Namespace,
-    "types.SimpleNamespace": SimpleNamespace,
-    "_io.BytesIO": io.BytesIO,
-    "pathlib.PosixPath": Path,
-    "pathlib._local.PosixPath": Path,
-    "signal.Signals": signal.Signals,
-    "torch._C.Generator": torch.Generator,
-    "numpy.dtype": _Dtype,
-    "numpy.ndarray": _Array,
-    "numpy._core.multiarray._reconstruct": _Array,
-    "numpy.core.multiarray._reconstruct": _Array,
-}
-_OF_MEGATRON = """
-    enums.ModelType transformer.enums.AttnBackend transformer.enums.CudaGraphModule transformer.enums.CudaGraphScope
-    transformer.enums.InferenceCudaGraphScope optimizer.optimizer_config.OptimizerConfig
-    rerun_state_machine.RerunDiagnostic rerun_state_machine.RerunMode rerun_state_machine.RerunState
+_OBJECTS = """
+    _io.BytesIO argparse.Namespace numpy._core.multiarray._reconstruct numpy.core.multiarray._reconstruct numpy.dtype
+    numpy.ndarray pathlib.PosixPath pathlib._local.PosixPath signal.Signals torch._C.Generator types.SimpleNamespace
+    megatron.core.enums.ModelType megatron.core.optimizer.optimizer_config.OptimizerConfig
+    megatron.core.rerun_state_machine.RerunDiagnostic megatron.core.rerun_state_machine.RerunMode
+    megatron.core.rerun_state_machine.RerunState megatron.core.transformer.enums.AttnBackend
+    megatron.core.transformer.enums.CudaGraphModule megatron.core.transformer.enums.CudaGraphScope
+    megatron.core.transformer.enums.InferenceCudaGraphScope
 """
-_NOT_READ = {  # module -> of .metadata, and of extra states of Transformer Engine
-    metadata.__name__: "_MEM_FORMAT_ENCODING",
-    filesystem.__name__: "_StoragePrefix",
-    "torch.distributed.checkpoint.planner": "BytesIOWriteData SavePlan TensorWriteData WriteItem WriteItemType",
-    "torch.serialization": "_get_layout",
-    "torch.storage": "_load_from_bytes",
-    "torch._utils": "_rebuild_tensor_v2",
-    "torch._tensor": "_rebuild_from_type_v2",
-    "collections": "OrderedDict",
-    "megatron.core.safe_globals": "safe_load_from_bytes",
-    "megatron.core.extensions.transformer_engine": "TEDelayedScaling",
-    "transformer_engine.common.recipe": """DelayedScaling Float8BlockScaling Float8CurrentScaling Format MMParams
-        MXFP8BlockScaling NVFP4BlockScaling QParams _FormatHelper""",
-}
+_OURS = {"dtype": _StandIn, "ndarray": _Array, "_reconstruct": lambda *_: _Array(0)}  # instead of numpy's
+_NOT_READ = """
+    collections.OrderedDict pathlib.PosixPath pathlib._local.PosixPath torch._tensor._rebuild_from_type_v2
+    torch._utils._rebuild_tensor_v2 torch.distributed.checkpoint.filesystem._StoragePrefix
+    torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING torch.distributed.checkpoint.planner.BytesIOWriteData
+    torch.distributed.checkpoint.planner.SavePlan torch.distributed.checkpoint.planner.TensorWriteData
+    torch.distributed.checkpoint.planner.WriteItem torch.distributed.checkpoint.planner.WriteItemType
+    torch.serialization._get_layout torch.storage._load_from_bytes
+    megatron.core.extensions.transformer_engine.TEDelayedScaling megatron.core.safe_globals.safe_load_from_bytes
+    transformer_engine.common.recipe.DelayedScaling transformer_engine.common.recipe.Float8BlockScaling
+    transformer_engine.common.recipe.Float8CurrentScaling transformer_engine.common.recipe.Format
+    transformer_engine.common.recipe.MMParams transformer_engine.common.recipe.MXFP8BlockScaling
+    transformer_engine.common.recipe.NVFP4BlockScaling transformer_engine.common.recipe.QParams
+    transformer_engine.common.recipe._FormatHelper
+"""
 _OF_METADATA: dict[str, Any] = {
-    **{f"{module}.{name}": _Absent for module, names in _NOT_READ.items() for name in names.split()},
-    **{str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)},
+    **dict.fromkeys(_NOT_READ.split(), _StandIn),
     **{f"{metadata.__name__}.{name}": getattr(metadata, name) for name in metadata.__all__},
+    **{str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)},
     f"{metadata.__name__}.TensorProperties": _Properties,
     f"{filesystem.__name__}._StorageInfo": filesystem._StorageInfo,
     "torch.Size": torch.Size,
-    "pathlib.PosixPath": Path,
-    "pathlib._local.PosixPath": Path,
 }
 
 
 @contextmanager
 def reading(*trusted: str) -> Iterator[None]:
     """Within, torch's reader and this module call what the short list has, and what is trusted."""
-    names = (*(_trusted.get() or ()), *filter(None, trusted))
-    token = _trusted.set(names)
+    readings.append(tuple(filter(None, trusted)))
     forced = os.environ.pop(_FORCED, None)
     registered = serialization.get_safe_globals()
     serialization.clear_safe_globals()
     try:
         os.environ[_FORCED] = "1"
-        with serialization.safe_globals(list(_allowed(names))):
+        with serialization.safe_globals(list(_allowed())):
             yield
     finally:
         os.environ.pop(_FORCED, None)
         os.environ.update({} if forced is None else {_FORCED: forced})
         serialization.add_safe_globals(registered)
-        _trusted.reset(token)
+        readings.pop()
 
 
-def is_reading() -> bool:
-    """Whether this is within :func:`reading`."""
-    return _trusted.get() is not None
-
-
-def _allowed(trusted: tuple[str, ...]) -> Iterator[tuple[Any, str]]:
-    found = dict(_NAMES)
-    for path in _OF_MEGATRON.split():
-        module, _, name = f"megatron.core.{path}".rpartition(".")
-        found[f"{module}.{name}"] = getattr(sys.modules.get(module), name, _Absent)
-    for name in trusted:
+def _allowed() -> Iterator[tuple[Any, str]]:
+    found: dict[str, Any] = {}
+    for path in _OBJECTS.split():
+        module, _, name = path.rpartition(".")
+        found[path] = _OURS.get(name) or getattr(sys.modules.get(module), name, _StandIn)
+    for name in sum(readings, ()):
         path = name if "." in name else f"builtins.{name}"  # as torch says it
         found[path] = pkgutil.resolve_name(path)
     for path, value in found.items():
@@ -160,18 +126,16 @@ class _Unpickler(pickle.Unpickler):
     """Python's own, for what DCP and Transformer Engine pickle."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """What makes an object of this name."""
+        """What makes an object of this name: a class of this load alone, of which a pickle may change attributes."""
         path = f"{module}.{name}"
-        if path in (_trusted.get() or ()):
+        if path in sum(readings, ()):
             return super().find_class(module, name)
         if path not in _OF_METADATA:
             raise pickle.UnpicklingError(f"GLOBAL {path}")
         made = _OF_METADATA[path]
-        if not isinstance(made, type):
+        if isinstance(made, torch.dtype):
             return made
-        make = partial(object.__new__, made) if is_dataclass(made) else made
-        # A class of this load alone, since a pickle may change the attributes of a class, too.
-        return type(name, (), {"__new__": lambda _, *given: make(*given)})
+        return type(name, (), {"__new__": lambda _, *given: made.__new__(made, *given)})
 
 
 def load_pickle(data: bytes) -> Any:
@@ -184,21 +148,3 @@ def load_saved(file: BinaryIO) -> Any:
     """Load what ``torch.save`` wrote."""
     with reading():
         return torch.load(file, map_location="cpu", weights_only=True)
-
-
-def check_extra_state(value: Any) -> None:
-    """Refuse names in the bytes of an extra state."""
-    for each in value if isinstance(value, list) else [value]:
-        if isinstance(each, torch.Tensor) and each.numel():
-            load_pickle(each.detach().cpu().contiguous().numpy().tobytes())
-
-
-def reason(error: Exception) -> str:
-    """Why a pickle cannot be loaded, and what to do."""
-    said = str(error).rpartition("WeightsUnpickler error: ")[2]
-    if named := re.search(r"GLOBAL (\S+)", said):
-        return (
-            f"names {named[1]}, which a load would call. Load a checkpoint only from where you would run a program. "
-            f"If you know what it does: --trust-checkpoint-globals {named[1]}"
-        )
-    return f"cannot be loaded ({type(error).__name__}: {said.partition(chr(10))[0]})"

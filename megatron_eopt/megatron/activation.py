@@ -20,7 +20,7 @@ from megatron_eopt.matrices import ATTRIBUTE
 from megatron_eopt.megatron import arguments, releases
 from megatron_eopt.megatron.at_average import evaluated_at_average
 from megatron_eopt.megatron.builders import checked_elsewhere, wrap_emerging_builder, wrap_group_builder
-from megatron_eopt.megatron.checkpoints import checksums, fsdp_dtensor, gated, layers, loading, whole
+from megatron_eopt.megatron.checkpoints import checksums, fsdp_dtensor, layers, loading, whole
 from megatron_eopt.megatron.qk_clip import clip
 from megatron_eopt.megatron.run_flags import FLAGS
 from megatron_eopt.megatron.wrappers import shard_of
@@ -124,7 +124,7 @@ def _of_core() -> list[Redirection]:
         Redirection(state_of_parameters, "get_optim_param_to_id_map", by_shard, shards),
         Redirection(dist_checkpointing, "load", loading.checked_load, refused),
         Redirection(dist_checkpointing, "save", checksums.checked_save, compared),
-        Redirection(FileSystemReader, "read_metadata", gated.gated_metadata, harmless),
+        Redirection(FileSystemReader, "read_metadata", whole.gated_metadata, harmless),
         *(Redirection(config, "__init__", _with_our_settings, auto) for config in configs),
         Redirection(optimizer_config.OptimizerConfig.__dataclass_fields__, "muon_tp_mode", exact, later),
     ]

@@ -1,5 +1,6 @@
 """Whether the files of a checkpoint are whole, before Megatron reads them."""
 
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -8,35 +9,54 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_eopt.checkpoints.contents import (
+    METADATA,
     TRACKER,
     CheckpointError,
     is_legacy,
+    load_metadata,
     newest,
     read_contents,
     read_layout,
     read_text,
 )
-from megatron_eopt.checkpoints.faults import check_pickles
-from megatron_eopt.checkpoints.gate import reading
+from megatron_eopt.checkpoints.faults import check_extra_states, check_pickles
+from megatron_eopt.checkpoints.gate import reading, readings
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.agreement import from_rank_0, say
-from megatron_eopt.megatron.checkpoints.gated import check_extra_states, is_our_run, trusted_by
 from megatron_eopt.megatron.checkpoints.stored import contents_of, damage_of
+from megatron_eopt.megatron.support.run import primary_of
 from megatron_eopt.redirect import Original, around
+from megatron_eopt.registry import list_optimizers
 from megatron_eopt.screen import printable
+
+
+def _is_our_run(args: Any) -> bool:
+    return primary_of(args) in list_optimizers()
+
+
+def _reading(args: Any) -> AbstractContextManager[None]:
+    return reading(*(getattr(args, "trust_checkpoint_globals", None) or "").split(","))
 
 
 @around
 def checked_base(load_base: Original, load_dir: Any, args: Any, rank0: bool = False, *rest: Any, **kwargs: Any) -> Any:
     """Replaces ``_load_base_checkpoint``: refuses damage and pickles with foreign names."""
-    if not is_our_run(args):
+    if not _is_our_run(args):
         return load_base(load_dir, args, rank0, *rest, **kwargs)
-    with reading(*trusted_by(args)):
+    with _reading(args):
         if rank0 and load_dir is not None:
             _refuse_damage(Path(load_dir), args)
         base = load_base(load_dir, args, rank0, *rest, **kwargs)
         check_extra_states(base[0])
     return base
+
+
+@around
+def gated_metadata(read: Original, reader: Any, *args: Any, **kwargs: Any) -> Any:
+    """Replaces ``FileSystemReader.read_metadata``, which unpickles whatever is there."""
+    if not readings or not isinstance(reader.path, Path):  # which is of object storage
+        return read(reader, *args, **kwargs)
+    return load_metadata(reader.path / METADATA)
 
 
 def _refuse_damage(load_dir: Path, args: Any) -> None:
@@ -56,8 +76,8 @@ def checked_tracker(read_metadata: Original, tracker_filename: str) -> Any:
     file = Path(tracker_filename)
     iteration = None
     args = releases.training_args()
-    if is_our_run(args) and args.ckpt_format == "torch_dist" and dist.is_initialized():
-        with reading(*trusted_by(args)):
+    if _is_our_run(args) and args.ckpt_format == "torch_dist" and dist.is_initialized():
+        with _reading(args):
             iteration = from_rank_0(lambda: None if read_text(file) else _newest_whole(file.parent))
     if iteration is None:
         return read_metadata(tracker_filename)
@@ -88,7 +108,14 @@ def damage_of_resumed(folder: Path, step: int | None, ckpt_format: str = "torch_
     """What is wrong with the files that Megatron will read."""
     try:
         path = resumed(folder, step)
-        if path is None or (path.is_dir() and is_legacy(path)):
+        if path is None:
+            return None
+        legacy = path.is_dir() and is_legacy(path)
+        if legacy or ckpt_format != "torch_dist":  # whose files are not all read here
+            for file in path.rglob("*"):
+                if file.exists() and not file.is_file() and not file.is_dir():
+                    return f"{file} is no regular file: take another checkpoint, or a copy"
+        if legacy:
             return None
         if ckpt_format == "torch_dist":
             contents = contents_of(path) if dist.is_initialized() else read_contents(path)

@@ -13,6 +13,7 @@ from megatron_eopt.megatron.checkpoints.whole import damage_of_resumed
 from tests.checkpoints import limits
 from tests.checkpoints.made import block, common, save, tensors
 
+DATA = "__0_0.distcp"
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
@@ -66,17 +67,18 @@ REFUSED = {
     "a huge tracker": (sparse(f"../{TRACKER}", 8 * 2**30), f"{TRACKER} says"),
     "a tracker that is a pipe": (pipe(f"../{TRACKER}"), f"{TRACKER} is missing, or no regular file"),
     "a long word in the tracker": (written(f"../{TRACKER}", b"a" * 5000), "characters)"),
-    "huge metadata": (sparse(".metadata", 2**40), ".metadata cannot be loaded"),
+    "huge metadata": (sparse(".metadata", 2**40), "bytes of it, and at most 4,294,967,296 are read"),
     "metadata that are a pipe": (pipe(".metadata"), ".metadata is missing, or no regular file"),
     "no pickle": (written(".metadata", b"\x80\x04garbage"), ".metadata cannot be loaded"),
     "a far place in the memo": (written(".metadata", b"\x80\4Nr\xff\xff\xff\x7f."), ".metadata cannot be loaded"),
     "the same bytes again and again": (written(".metadata", AGAIN), ".metadata names _codecs.encode"),
-    "a huge object": (huge_object, COMMON),
+    "a huge object": (huge_object, "bytes of it, and at most 4,294,967,312 are read"),
+    "a huge common state": (sparse("common.pt", 2**40), "bytes of it, and at most"),
     "a deep format": (written("metadata.json", b"[" * 100_000), "metadata.json cannot be read"),
     "a huge format": (sparse("metadata.json", 2**40), "metadata.json cannot be read"),
     "a format that is a pipe": (pipe("metadata.json"), "metadata.json is missing, or no regular file"),
     "a common state that is a pipe": (pipe("common.pt"), COMMON),
-    "data that are a pipe": (pipe("__0_0.distcp"), "__0_0.distcp is missing, or no regular file"),
+    "data that are a pipe": (pipe(DATA), f"{DATA} is missing, or no regular file"),
     "settings that are none": (
         lambda folder: torch.save({"optimizer": {"megatron_eopt": 3}}, folder / "common.pt"),
         "",
@@ -109,11 +111,18 @@ def test_what_cannot_be_read(folder, case):
     assert len(said) < 3000
 
 
-@pytest.mark.parametrize("name", [f"../{TRACKER}", ".metadata", "metadata.json", "common.pt", "__0_0.distcp"])
-def test_a_run_waits_for_no_pipe(folder, name):
+@pytest.mark.parametrize(
+    ("name", "ckpt_format"),
+    [
+        *((name, "torch_dist") for name in (f"../{TRACKER}", ".metadata", "metadata.json", "common.pt", DATA)),
+        (DATA, "fsdp_dtensor"),
+        ("model_optim_rng.pt", "torch"),
+    ],
+)
+def test_a_run_waits_for_no_pipe(folder, name, ckpt_format):
     pipe(name)(folder)
-    status, said = limits.run(lambda: print(damage_of_resumed(folder.parent, None)) or 0)
-    assert (status, "is missing, or no regular file" in said) == (0, True), said
+    status, said = limits.run(lambda: print(damage_of_resumed(folder.parent, None, ckpt_format)) or 0)
+    assert (status, "no regular file" in said) == (0, True), said
 
 
 def test_a_tensor_that_is_none(folder):

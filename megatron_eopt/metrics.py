@@ -19,7 +19,7 @@ from megatron_eopt.optimizers.parameters import local, parameters_in, sharing_gr
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.optimizers.with_adamw import Muon
 from megatron_eopt.parallel.exchange import gather
-from megatron_eopt.registry import BUILT_AS, EMERGING_OPTIMIZERS
+from megatron_eopt.registry import EMERGING_OPTIMIZERS, name_of
 from megatron_eopt.settings.groups import METHOD
 
 Metrics = dict[str, dict[str, float]]
@@ -61,7 +61,7 @@ class Sample:
         """
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # state may be on its way to host memory
-        names = [*sorted(EMERGING_OPTIMIZERS), "adam", "other"]
+        names = [*sorted(EMERGING_OPTIMIZERS), "adam", "sgd", "other"]
         sums = torch.zeros(len(names), 7, dtype=torch.float64, device=self._device)
         largest = torch.full((len(names), 2), -math.inf, dtype=torch.float64, device=self._device)
         for optimizer in self._optimizers:
@@ -144,19 +144,6 @@ def _square(x: Tensor) -> Tensor:
     """Squared norm of this rank's shard."""
     x = local(x)
     return torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32)).double().square()
-
-
-def name_of(optimizer: Optimizer) -> str:
-    """Name for ``--optimizer``, else ``adam`` or ``other``."""
-    if optimizer in BUILT_AS:
-        return BUILT_AS[optimizer]
-    names = {entry.optimizer_cls: name for name, entry in sorted(EMERGING_OPTIMIZERS.items())}
-    for cls in type(optimizer).__mro__:
-        if cls in names:
-            return names[cls]
-        if "Adam" in cls.__name__:
-            return "adam"
-    return "other"
 
 
 def line(metrics: Metrics) -> str:

@@ -315,6 +315,20 @@ def optimizer_class(name: str) -> Any:
     return cls if isinstance(cls, type) else object
 
 
+def name_of(optimizer: Optimizer) -> str:
+    """Name for ``--optimizer``, also Megatron's ``adam`` and ``sgd``; else ``other``."""
+    if optimizer in BUILT_AS:
+        return BUILT_AS[optimizer]
+    names = {entry.optimizer_cls: name for name, entry in sorted(EMERGING_OPTIMIZERS.items())}
+    for cls in type(optimizer).__mro__:
+        if cls in names:
+            return names[cls]
+        for kind in ("Adam", "SGD"):  # of torch, Transformer Engine or Apex
+            if kind in cls.__name__:
+                return kind.lower()
+    return "other"
+
+
 def takes_matrices(name: str) -> bool:
     """Whether a registered optimizer is for matrices."""
     cls = optimizer_class(name)

@@ -145,7 +145,7 @@ def test_a_shard_counts_once_and_what_all_ranks_have_by_its_share():
             weight.grad = DTensor.from_local(torch.full((3, 4), 2.0), mesh, [placement])
             seen = watched(optimizer := torch.optim.SGD([weight], lr=0.1))
             optimizer.step()
-            found.append(seen[1]["other"])
+            found.append(seen[1]["sgd"])
     finally:
         dist.destroy_process_group()
     # of this rank alone, since a fake group adds nothing up
@@ -169,7 +169,7 @@ def test_weights_of_16_bits_show_what_reached_them():
     weight = nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16))
     seen = watched(optimizer := torch.optim.SGD([weight], lr=1e-4))
     step([weight], optimizer, [torch.ones(8, 8, dtype=torch.bfloat16)])
-    assert seen[1]["other"]["update_rms"] == 0  # rounded away
+    assert seen[1]["sgd"]["update_rms"] == 0  # rounded away
 
 
 def test_what_cannot_be_watched_is_refused():

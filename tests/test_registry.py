@@ -12,7 +12,6 @@ import torch
 
 from megatron_eopt import OrthogonalizedOptimizer, registry
 from megatron_eopt.family import OPTIMIZERS
-from megatron_eopt.metrics import name_of
 from megatron_eopt.optimizers import TensorParallelMuon
 from megatron_eopt.optimizers.soap import SOAP
 from megatron_eopt.routing.settings import settings_of
@@ -217,7 +216,7 @@ def test_what_makes_an_optimizer_may_be_a_partial_or_a_function(made_by, known):
     registry.register_optimizer("made", registry.EmergingOptimizerEntry(made_by, lambda *_: None, lambda *_: {"lr": 5}))
     optimizer, _ = made("made")
     assert type(optimizer) is TensorParallelMuon
-    assert (optimizer.param_groups[0]["lr"], name_of(optimizer)) == (5, "made")
+    assert (optimizer.param_groups[0]["lr"], registry.name_of(optimizer)) == (5, "made")
     assert registry.takes_matrices("made") is known
     assert not registry.class_named("made").pairs_rows
     registry.register_optimizer("factors", registry.EmergingOptimizerEntry(partial(SOAP)))

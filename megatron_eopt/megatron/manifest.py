@@ -15,12 +15,12 @@ from megatron_eopt.megatron.agreement import distinct, say
 from megatron_eopt.megatron.assignment import Assignment
 from megatron_eopt.megatron.entries import DEFAULT
 from megatron_eopt.megatron.support.run import primary_of
-from megatron_eopt.megatron.wrappers import OptimizerParameter, optimizer_name, optimizer_parameters
+from megatron_eopt.megatron.wrappers import OptimizerParameter, optimizer_parameters
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.parameters import GROUPS, DescribedMatrix
 from megatron_eopt.parallel.attributes import is_expert, is_sharded
 from megatron_eopt.parallel.dtensor import tells_its_chunk
-from megatron_eopt.registry import takes_matrices
+from megatron_eopt.registry import name_of, takes_matrices
 from megatron_eopt.routing import (
     ManifestRow,
     ParameterInfo,
@@ -132,7 +132,7 @@ def _row(
     state_bytes = 0
     if updated is not None:
         group = updated.group
-        name = optimizer_name(updated.optimizer)
+        name = name_of(updated.optimizer)
         state_bytes = _state_bytes(info, updated, name)
     sizes = [each.rms for each in matrices if each.rms is not None]
     rate = group.get("max_lr", config.lr) or 0.0

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.optimizers.parameters import parameters_in
-from megatron_eopt.registry import BUILT_AS
 
 _OPTIMIZER = "megatron_eopt_optimizer"  # attribute of a model chunk: a weak reference
 
@@ -97,14 +96,3 @@ def optimizers_of(model_chunks: Sequence[nn.Module]) -> list[Any]:
     """The optimizers that this package has built for these chunks."""
     optimizers = dict.fromkeys(getattr(chunk, _OPTIMIZER)() for chunk in model_chunks if hasattr(chunk, _OPTIMIZER))
     return [optimizer for optimizer in optimizers if optimizer is not None]  # the others are gone
-
-
-def optimizer_name(optimizer: Optimizer) -> str:
-    """The registered name of a torch optimizer, or its kind's."""
-    if optimizer in BUILT_AS:
-        return BUILT_AS[optimizer]
-    kind = type(optimizer).__name__
-    for name in ("adam", "sgd", "lion"):  # which Megatron builds by itself, by classes of several packages
-        if name in kind.lower():
-            return name
-    return kind

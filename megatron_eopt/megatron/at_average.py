@@ -21,6 +21,8 @@ def evaluated_at_average(
 ) -> Any:
     """Replaces ``evaluate``: the model is at the average meanwhile."""
     averaging = [x for optimizer in optimizers_of(model) for x in plain_wrappers(optimizer) if has_average(x)]
+    if not averaging:
+        return evaluate(forward_step_func, data_iterator, model, *args, **kwargs)
     trained: list[tuple[Tensor, Tensor]] = []
     try:
         with torch.no_grad():

@@ -37,7 +37,10 @@ class _StandIn(SimpleNamespace):
 
 
 class _Array(numpy.ndarray[Any, Any]):
-    """An array of numbers; its dtype is a stand-in."""
+    """An array of numbers, and the function that makes it empty: numpy's would take bytes for pointers to objects."""
+
+    def __new__(cls, *_: Any) -> "_Array":
+        return super().__new__(cls, 0)
 
     def __setstate__(self, state: Any) -> None:
         _, shape, of, by_columns, data = state
@@ -67,7 +70,7 @@ _OBJECTS = """
     megatron.core.transformer.enums.CudaGraphModule megatron.core.transformer.enums.CudaGraphScope
     megatron.core.transformer.enums.InferenceCudaGraphScope
 """
-_OURS = {"dtype": _StandIn, "ndarray": _Array, "_reconstruct": lambda *_: _Array(0)}  # instead of numpy's
+_OURS = {"dtype": _StandIn, "ndarray": _Array, "_reconstruct": _Array}  # instead of numpy's
 _NOT_READ = """
     collections.OrderedDict pathlib.PosixPath pathlib._local.PosixPath torch._tensor._rebuild_from_type_v2
     torch._utils._rebuild_tensor_v2 torch.distributed.checkpoint.filesystem._StoragePrefix
@@ -85,11 +88,10 @@ _NOT_READ = """
 _OF_METADATA: dict[str, Any] = {
     **dict.fromkeys(_NOT_READ.split(), _StandIn),
     **{f"{metadata.__name__}.{name}": getattr(metadata, name) for name in metadata.__all__},
-    **{str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)},
+    **{f"{each.__module__}.{each.__name__}": each for each in (filesystem._StorageInfo, torch.Size)},
     f"{metadata.__name__}.TensorProperties": _Properties,
-    f"{filesystem.__name__}._StorageInfo": filesystem._StorageInfo,
-    "torch.Size": torch.Size,
 }
+_DTYPES = {str(value) for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 
 @contextmanager
@@ -128,13 +130,11 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """What makes an object of this name: a class of this load alone, of which a pickle may change attributes."""
         path = f"{module}.{name}"
-        if path in sum(readings, ()):
+        if path in _DTYPES or path in sum(readings, ()):
             return super().find_class(module, name)
         if path not in _OF_METADATA:
             raise pickle.UnpicklingError(f"GLOBAL {path}")
         made = _OF_METADATA[path]
-        if isinstance(made, torch.dtype):
-            return made
         return type(name, (), {"__new__": lambda _, *given: made.__new__(made, *given)})
 
 

@@ -205,6 +205,14 @@ def test_what_torch_registered_is_not_called(tmp_path, monkeypatch):
     assert DeviceMesh in torch.serialization.get_safe_globals()
 
 
+@pytest.mark.parametrize("code", [b"R", b"\x81"], ids=["REDUCE", "NEWOBJ"])
+def test_no_bytes_are_taken_for_objects(code):
+    """An array over a buffer, whose bytes would be pointers."""
+    data = called("_codecs", "encode", text("A" * 16), text("latin1"))
+    made = raw(named("numpy", "ndarray"), b"(", b"K\2\x85", text("O"), data, b"t", code)
+    assert gate.load_saved(io.BytesIO(with_pickle(made))).size == 0
+
+
 PIECES = [
     *(named(*path.rsplit(".", 1)) for path in NAMES),
     *(named(*each) for each in [("posix", "mkdir"), ("builtins", "exec"), ("builtins", "getattr"), ("os", "system")]),

@@ -211,7 +211,7 @@ def prepared(prepare: Original, args: Any, state_dict: StateDict, model: Any) ->
 
 def _refuse_missing(args: Any, wanted: dict[str, dict[str, Tensor]]) -> None:
     """Refuse a checkpoint without some state; all ranks together. Say which is converted."""
-    path, stored = from_rank_0(lambda: _stored(Path(args.load), getattr(args, "ckpt_step", None)))
+    stored = from_rank_0(lambda: _stored_dtypes(Path(args.load), getattr(args, "ckpt_step", None)))
     held: dict[str, list[str]] = {}
     for full_key in sorted(stored):
         name, _, key = full_key.rpartition(".")
@@ -226,15 +226,14 @@ def _refuse_missing(args: Any, wanted: dict[str, dict[str, Tensor]]) -> None:
             continue
         for key, x in state.items():
             dtypes.append((key, stored[f"optimizer.state.{name}.{key}"], x.dtype))
-    problems = union(lacking)
-    if problems:
-        reason = "another optimizer wrote it, or this one with other settings; resume with that one, or"
-        raise CheckpointError(f"{path}: {problems[0]}: {reason} {FRESH}")
+    reason = "another optimizer wrote it, or this one with other settings; resume with that one, or"
+    for problem in union(lacking):
+        _refuse(f"{problem}: {reason} {FRESH}")
     report_converted(dtypes)
 
 
-def _stored(folder: Path, step: int | None) -> tuple[Path, dict[str, torch.dtype]]:
-    """The checkpoint that Megatron will load, and dtypes of its tensors by key."""
+def _stored_dtypes(folder: Path, step: int | None) -> dict[str, torch.dtype]:
+    """Dtypes of the tensors that Megatron will load, by key."""
     path = resumed(folder, step)
     assert path is not None, "Megatron loads it"
-    return path, {key: tensor.dtype for key, tensor in read_layout(path).tensors.items()}
+    return {key: tensor.dtype for key, tensor in read_layout(path).tensors.items()}

@@ -98,7 +98,7 @@ def read_file(path: Path, start: int = 0, length: int | None = None, most: int =
     if length is None:
         length = path.stat().st_size
     if length > most:
-        raise CheckpointError(f"{path} has {length:,} bytes of it, and at most {most:,} are read")
+        raise CheckpointError(f"{length:,} bytes of {path} are to be read, and at most {most:,} are")
     with path.open("rb") as file:
         file.seek(start)
         return file.read(length)

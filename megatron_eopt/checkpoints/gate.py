@@ -44,7 +44,7 @@ class _Array(numpy.ndarray[Any, Any]):
 
     def __setstate__(self, state: Any) -> None:
         _, shape, of, by_columns, data = state
-        dtype = numpy.dtype(of.values[0]).newbyteorder(of.state[1])
+        dtype = numpy.dtype(str(of.values[0])).newbyteorder(of.state[1])
         if dtype.kind not in "biufc":
             raise pickle.UnpicklingError(f"it has an array of {dtype}, which are no numbers")
         super().__setstate__((1, shape, dtype, by_columns, data))

@@ -202,4 +202,6 @@ def is_legacy(folder: Path) -> bool:
 
 def _chunk(stored: Metadata, key: str, offsets: torch.Size | None = None, sizes: Iterable[int] = ()) -> Chunk:
     at = stored.storage_data[MetadataIndex(key, offsets)]
+    if at.transform_descriptors:
+        raise ValueError(f"{key} is stored through {', '.join(at.transform_descriptors)}, which Megatron never does")
     return Chunk(tuple(offsets or ()), tuple(sizes), at.relative_path, at.offset, at.length)

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from megatron_eopt.cli import main
-from tests.checkpoints.made import block, common, overwrite, save, tensors
+from tests.checkpoints.made import block, change_layout, common, overwrite, save, tensors
 
 
 @pytest.fixture
@@ -66,6 +66,16 @@ def test_unreadable(capsys, tmp_path):
     status, out, err = verify(capsys, tmp_path / "none")
     assert (status, out) == (2, "")
     assert f"{tmp_path / 'none'}: metadata.json cannot be read" in err
+
+
+def test_data_that_a_load_would_have_to_transform(capsys, folder):
+    def through_zstd(metadata):
+        next(iter(metadata.storage_data.values())).transform_descriptors = ["stream.zstd"]
+
+    change_layout(folder / "iter_0000005", through_zstd)
+    status, out, err = verify(capsys, folder)
+    assert (status, out) == (2, "")
+    assert "is stored through stream.zstd" in err
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,6 @@ def counted_step(
         engine, session = optimizer.proposed(), optimizer._session
         session.engine = engine
         session.settled.scales = [[1.0] * len(matrices) for matrices in engine.matrices]
-        session.settings = list(map(optimizer.effective, optimizer.param_groups))
         session.stepping = [True] * len(parameters)
         batches = optimizer._batches(torch.empty((), dtype=torch.bool))
         with torch.no_grad(), Allocations() as allocated:

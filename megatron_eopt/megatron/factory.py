@@ -16,7 +16,7 @@ from megatron_eopt.megatron.checkpoints.torch_dist import SavedState, refuse_uns
 from megatron_eopt.megatron.config import config_of_run
 from megatron_eopt.megatron.first_step import check_steps, warn_of_unused
 from megatron_eopt.megatron.fused import Matrices, logical_matrices, tag, warn_of_shared_keys
-from megatron_eopt.megatron.given import idle_flags, idle_settings, warnings_of
+from megatron_eopt.megatron.given import idle_flags, idle_settings, typed_of, warnings_of
 from megatron_eopt.megatron.manifest import build_manifest
 from megatron_eopt.megatron.metrics import interval_of, measure
 from megatron_eopt.megatron.parameters import frozen_names, mark, parameters_of, tag_as_megatron, trainable
@@ -110,7 +110,11 @@ class OptimizerOfRun:
         """Let Megatron build its optimizer, and check the result."""
         dealt = dealing.dealt_by_operations(self.config, self.facts.args)
         with assignment.excluded_hidden(self.assigned), releases.package_not_needed(), dealt:
-            self.optimizer = agreement.on_all_ranks(lambda: build(self.config, overrides))
+            try:
+                self.optimizer = agreement.on_all_ranks(lambda: build(self.config, overrides))
+            except ValueError as error:
+                error.args = (f"{error}{typed_of(str(error), self.facts.args)}",)
+                raise
         self.optimizer.megatron_eopt = self
         tag_as_megatron(self.model_chunks, self.groups)  # Megatron's builder has tagged by the model's config alone
         for each in optimizer_parameters(self.optimizer):

@@ -1,6 +1,7 @@
 """What a run was given, by flags and by its config, and what of that nothing reads."""
 
 import dataclasses
+import re
 from argparse import Namespace
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -110,6 +111,13 @@ def idle_settings(config: Any, args: Any, built: Collection[str]) -> list[str]:
     typed = typed_flags(args)
     flags = [flag for flag in set_flags(config) if flag not in typed]
     return [*without_effect(primary_of(config), flags, built), *_scheduled_average(config, built)]
+
+
+def typed_of(message: str, args: Any) -> str:
+    """The typed flags of settings that a message names."""
+    words = re.findall(r"\w+", message)
+    names = [flag.name for flag in typed_flags(args) if flag.setting in words]
+    return f" (typed: {', '.join(names)})" if names else ""
 
 
 def refuse_idle_of_megatrons(args: Namespace) -> None:

@@ -25,6 +25,7 @@ from megatron_eopt.megatron.given import (
     idle_flags,
     idle_settings,
     typed_flags,
+    typed_of,
     warnings_of,
     without_effect,
 )
@@ -222,6 +223,12 @@ def test_typed_flags_reach_any_config(parse):
     assert (config.muon_preset, config.matrix_lr, config.muon_split) == ("match_adamw", 2e-3, "all")
     assert config.soap_precondition_frequency == 1  # the flag's default, which the constructor's is not
     assert config.lr_decay_style == "linear"
+
+
+def test_a_refused_setting_is_named_as_it_was_typed(parse):
+    args = parse(*"--optimizer muon --muon-brake-outward 0.3 --muon-lr 2e-3".split())
+    assert typed_of("brake_outward has no effect with weight_norm 'none'", args) == " (typed: --muon-brake-outward)"
+    assert typed_of("beta2 has no effect", args) == ""
 
 
 def test_a_config_that_contradicts_typed_flags_is_refused(parse):

@@ -3,7 +3,7 @@
 Captured memory stays in place, so the flag of a step, learning rate and weight decay are copied to fixed tensors before
 each replay: schedulers keep working. Gradients are read where they are, as long as they stay there, as in Megatron's
 buffers; once one has moved, all are copied, too. All other settings of a group are part of the capture. The first two
-steps run as they are captured later: they compile and choose kernels, which a capture cannot.
+steps run as they are captured later: they compile kernels, which a capture cannot.
 """
 
 import logging
@@ -20,7 +20,7 @@ from megatron_eopt.optimizers.step import Batch
 Replay = Callable[[], None]
 
 _RATES = {"lr": None, "weight_decay": None}  # settings that may change
-_EAGER = 2  # steps before the capture, in which kernels are compiled and chosen
+_EAGER = 2  # steps before the capture, in which kernels are compiled
 
 logger = logging.getLogger(__name__)
 

@@ -137,7 +137,7 @@ def check_shape(parameter: Tensor, tensor: StateTensor, layouts: Layouts, found:
     """Refuse a state tensor of another shape or placements than its first one."""
     shape = shape_of(found)
     allowed = [expected_shape(parameter, tensor, layouts)]
-    if tensor.rank is not None:  # in earlier releases every rank had what only a compute rank needs
+    if tensor.rank is not None:  # a state of one process has all that only a compute rank needs
         whole = tensor.global_shape(layouts(parameter))
         allowed.append(StateShape(whole, whole))
     if shape not in allowed:
@@ -319,7 +319,7 @@ def place(states: States, loaded: Saved) -> set[str]:
                 begun_anew.add(without_matrix(key))
             elif states.is_on_host(parameter, tensor):
                 state[key] = states.initial(parameter, tensor).copy_(saved[key])
-            elif tensor.rank is not None and tensor.is_elsewhere(states.layouts(parameter)):  # once all had it
+            elif tensor.rank is not None and tensor.is_elsewhere(states.layouts(parameter)):
                 state[key] = states.initial(parameter, tensor)
             elif tensor.dtype not in (None, parameter.dtype):  # to which torch casts what it loads
                 state[key] = saved[key].detach().to(local(parameter).device, tensor.dtype, copy=True)

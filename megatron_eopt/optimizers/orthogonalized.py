@@ -22,12 +22,12 @@ from megatron_eopt.optimizers.parameters import (
 )
 from megatron_eopt.optimizers.state import MOMENTUM_BUFFER, NO_SETTINGS, StateTensor
 from megatron_eopt.optimizers.step import Batch, Step
-from megatron_eopt.optimizers.users_functions import checked
+from megatron_eopt.optimizers.users_functions import OF_USERS, checked
 from megatron_eopt.optimizers.users_step import users_step
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products
 from megatron_eopt.parallel.layout import local_rows, on_one_rank
 from megatron_eopt.parallel.scheduler import Program
-from megatron_eopt.settings.groups import DECOUPLED, METHOD, decay_method
+from megatron_eopt.settings.groups import DECOUPLED, METHOD, OTHER_NAMES, decay_method
 from megatron_eopt.settings.of_class import is_ours
 from megatron_eopt.settings.records import DecayMethod, Setting
 from megatron_eopt.settings.values import BELOW_1, Scalar
@@ -133,6 +133,8 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         weight_decay_method: DecayMethod | None = None,
         **kwargs: Any,
     ) -> None:
+        for name in kwargs.keys() & {*OF_USERS, *OTHER_NAMES}:
+            raise TypeError(f"{type(self).__name__}() has no {name}: see its signature for what it is called here")
         self.users_settings = frozenset(kwargs)
         super().__init__(params, locals(), kwargs)
 

@@ -26,6 +26,12 @@ def optimizer(params, **settings):
     return OrthogonalizedOptimizer(params, **{**defaults, **settings})
 
 
+@pytest.mark.parametrize("setting", [{"momentum": 0.5}, {"scaled_orthogonalize_fn": newton_schulz}], ids=list)
+def test_a_name_of_another_class_is_no_setting_of_the_users(setting):
+    with pytest.raises(TypeError, match=f"has no {next(iter(setting))}"):
+        optimizer([matrix()], **setting)
+
+
 def test_missing_functions_mean_identity_and_scale_one_with_a_warning():
     p = matrix()
     with pytest.warns(UserWarning, match="OrthogonalizedOptimizer has no") as caught:

@@ -85,6 +85,12 @@ def test_a_rank_plans_the_matrices_that_are_dealt_to_it(more):
     assert 64 < int(*of_mine) < 64 + 5
 
 
+def test_flags_without_effect_are_listed():
+    flags = [*map(str, [*SMALL_GPT, *RUN])]
+    assert planned_run(flags).idle == []
+    assert ["--lion-beta1" in line for line in planned_run([*flags, "--lion-beta1", "0.5"]).idle] == [True]
+
+
 @pytest.mark.parametrize(
     ("own", "flags", "message"),
     [

@@ -17,6 +17,7 @@ class PlannedRun(NamedTuple):
     families: list[ParamPattern]  # the manifest, as the run will print it
     ranks: str
     stages: list[str]  # state and plans
+    idle: list[str]  # what the run will refuse: typed flags without effect
 
 
 def run(options: argparse.Namespace, flags: Sequence[str]) -> int:
@@ -27,6 +28,8 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> int:
     for text in dict.fromkeys(planned.stages):
         numbers = [str(number) for number, other in enumerate(planned.stages) if other == text]
         print(f"\n{wrapped(f'The first rank of pipeline stage {", ".join(numbers)}:')}\n\n{text}")
+    for line in planned.idle:
+        print(f"\n{wrapped(f'The run will be refused: {line}')}")
     if options.json is not None:
         write_json(planned.families, options.json)
     return 0
@@ -42,11 +45,16 @@ def planned_run(flags: Sequence[str], world_size: int = 1) -> PlannedRun:
     while len(texts) < len(ranks):
         with described_run(flags, ranks[len(texts)], world_size) as (described, overrides):
             # only now: importing Megatron may need what stands in for a GPU
+            from megatron_eopt.megatron.given import idle_flags
             from megatron_eopt.tools.plan.stages import planned_stage
 
             ranks = dist.get_process_group_ranks(described.groups.pp)
             rows, text = planned_stage(described, overrides)
             of_stages.append(families(rows))
             texts.append(text)
-    of_all = f"{counted(world_size, 'rank')}, data-parallel size {described.facts.args.data_parallel_size}"
-    return PlannedRun(merged(of_stages), of_all, texts)
+    args = described.facts.args
+    of_all = f"{counted(world_size, 'rank')}, data-parallel size {args.data_parallel_size}"
+    manifest = merged(of_stages)
+    names = {family.like.optimizer for family in manifest if family.like.optimizer}
+    idle = idle_flags(described.config, args, names)
+    return PlannedRun(manifest, of_all, texts, idle)

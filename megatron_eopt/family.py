@@ -22,7 +22,6 @@ from megatron_eopt.from_config import (
 )
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon as TensorParallelAdaptiveMuon
 from megatron_eopt.optimizers.ademamix import AdEMAMix as AdEMAMix
-from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.dion import Dion as Dion
 from megatron_eopt.optimizers.dion2 import Dion2 as Dion2
 from megatron_eopt.optimizers.hyperball import MuonHyperball as MuonHyperball
@@ -57,6 +56,7 @@ from megatron_eopt.settings.records import (
     names_of,
 )
 from megatron_eopt.settings.values import AT_LEAST_0, BELOW_1, Check
+from megatron_eopt.step.base import BaseOptimizer
 
 ADAMW_RMS = 0.2  # of the entries of a typical AdamW update, before the learning rate (arXiv 2502.16982, section 2.2)
 

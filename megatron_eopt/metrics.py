@@ -12,15 +12,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.distributed_muon import DistributedMuon
-from megatron_eopt.optimizers.foreach import decay_power
-from megatron_eopt.optimizers.parameters import local, parameters_in, sharing_groups
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.optimizers.with_adamw import Muon
 from megatron_eopt.parallel.exchange import gather
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, name_of
 from megatron_eopt.settings.groups import METHOD
+from megatron_eopt.step.base import BaseOptimizer
+from megatron_eopt.step.foreach import decay_power
+from megatron_eopt.step.parameters import local, parameters_in, sharing_groups
 
 Metrics = dict[str, dict[str, float]]
 """Optimizer -> figure of docs/metrics.md -> value."""

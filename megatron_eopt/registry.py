@@ -21,10 +21,10 @@ from megatron_eopt.family import TensorParallelAdaptiveMuon as TensorParallelAda
 from megatron_eopt.family import TensorParallelMuon as TensorParallelMuon
 from megatron_eopt.from_config import get_qkv_split_shapes, kwargs_from_config
 from megatron_eopt.matrices import declared_split
-from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.orthogonalized import OrthogonalizedOptimizer
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types as get_supported_coefficient_types
 from megatron_eopt.orthogonalize.coefficients import validate_coefficient_type as validate_coefficient_type
+from megatron_eopt.step.base import BaseOptimizer
 
 InitStateFn = Callable[..., None]
 Builder = Callable[..., Optimizer]

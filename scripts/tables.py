@@ -21,12 +21,12 @@ from support_matrix import RELEASES, support_matrix
 
 from megatron_eopt.family import LIKE_MUON, MUON, OPTIMIZERS, Flag, OptimizerSpec
 from megatron_eopt.megatron.run_flags import RUN_FLAGS
-from megatron_eopt.optimizers.state import MOMENTUM_BUFFER, StateTensor
 from megatron_eopt.orthogonalize.choices import listing
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types
 from megatron_eopt.orthogonalize.scale import ScaleMode
 from megatron_eopt.routing.settings import OF_ALL, kind_of, optimizer_names, settings_of
 from megatron_eopt.settings.records import CAUTION, MOMENTUM, NORM, RELATIVE, SCALE, SECOND_MOMENT, names_of
+from megatron_eopt.step.state import MOMENTUM_BUFFER, StateTensor
 
 from pages import DOCS, between, markdown, replaced  # isort: skip
 

@@ -3,7 +3,7 @@
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron_eopt.orthogonalize.products import Products
+from megatron_eopt.kernels.products import Products
 from tests.optimizers.test_program import Names
 
 

@@ -11,9 +11,11 @@ import megatron_eopt
 PACKAGE = Path(megatron_eopt.__file__).parent
 # From the bottom up; a room imports from its own floor and from those below.
 FLOORS = [
-    {"redirect", "screen", "version", "orthogonalize", "matrices"},
+    {"redirect", "screen", "version", "kernels", "matrices"},
+    {"orthogonalize"},
     {"parallel"},
     {"settings"},
+    {"step"},
     {"optimizers"},
     {"from_config"},
     {"family"},

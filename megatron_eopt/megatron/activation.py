@@ -25,8 +25,8 @@ from megatron_eopt.megatron.qk_clip import clip
 from megatron_eopt.megatron.run_flags import FLAGS
 from megatron_eopt.megatron.wrappers import shard_of
 from megatron_eopt.optimizers.lion import Lion
-from megatron_eopt.optimizers.parameters import NAME, SAVED_BY_LAYOUT
 from megatron_eopt.redirect import Original, Redirection, Redirections, around, becomes, without_makefile
+from megatron_eopt.step.parameters import NAME, SAVED_BY_LAYOUT
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from megatron_eopt.megatron.wrappers import model_parameters, optimizers_of, plain_wrappers, shard_of
-from megatron_eopt.optimizers.base import BaseOptimizer
-from megatron_eopt.optimizers.parameters import local, parameters_in
 from megatron_eopt.redirect import Original, around
+from megatron_eopt.step.base import BaseOptimizer
+from megatron_eopt.step.parameters import local, parameters_in
 
 
 @around

@@ -11,12 +11,12 @@ from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.megatron.agreement import say
 from megatron_eopt.megatron.wrappers import torch_optimizers
-from megatron_eopt.optimizers.base import BaseOptimizer
-from megatron_eopt.optimizers.parameters import parameters_in
 from megatron_eopt.parallel.cost import Work
 from megatron_eopt.parallel.deal import Item, deal
 from megatron_eopt.parallel.records import Matrix
 from megatron_eopt.redirect import Original, Redirection, Redirections, around
+from megatron_eopt.step.base import BaseOptimizer
+from megatron_eopt.step.parameters import parameters_in
 
 HANDS = (("dp_cp_params_list", "dp_cp"), ("expt_dp_params_list", "expt_dp"))  # of each rank, and the ranks
 

@@ -29,9 +29,9 @@ from megatron_eopt.megatron.wrappers import (
     remember,
     torch_optimizers,
 )
-from megatron_eopt.optimizers.base import BaseOptimizer
-from megatron_eopt.optimizers.parameters import parameters_in
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
+from megatron_eopt.step.base import BaseOptimizer
+from megatron_eopt.step.parameters import parameters_in
 
 
 class OptimizerOfRun:

@@ -12,9 +12,9 @@ from torch import Tensor
 from megatron_eopt.megatron.agreement import distinct, say
 from megatron_eopt.megatron.assignment import Assignment
 from megatron_eopt.megatron.wrappers import torch_optimizers
-from megatron_eopt.optimizers.base import BaseOptimizer
-from megatron_eopt.optimizers.nonfinite import listed
-from megatron_eopt.optimizers.parameters import local
+from megatron_eopt.step.base import BaseOptimizer
+from megatron_eopt.step.nonfinite import listed
+from megatron_eopt.step.parameters import local
 
 _NUMBER_OF_EXPERT = re.compile(r"(?<=^local_experts\.)\d+|(?<=\.weight)\d+|(?<=\.bias)\d+")
 

@@ -16,8 +16,6 @@ from megatron_eopt.megatron.assignment import Assignment
 from megatron_eopt.megatron.entries import DEFAULT
 from megatron_eopt.megatron.support.run import primary_of
 from megatron_eopt.megatron.wrappers import OptimizerParameter, optimizer_parameters
-from megatron_eopt.optimizers.base import BaseOptimizer
-from megatron_eopt.optimizers.parameters import GROUPS, DescribedMatrix
 from megatron_eopt.parallel.attributes import is_expert, is_sharded
 from megatron_eopt.parallel.dtensor import tells_its_chunk
 from megatron_eopt.registry import name_of, takes_matrices
@@ -35,6 +33,8 @@ from megatron_eopt.routing import (
 )
 from megatron_eopt.routing.patterns import LogicalMatrix
 from megatron_eopt.settings.presets import preset_line
+from megatron_eopt.step.base import BaseOptimizer
+from megatron_eopt.step.parameters import GROUPS, DescribedMatrix
 
 _TIED = {"output_layer.weight": "embedding.word_embeddings.weight"}
 _RMS = {"adam": ADAMW_RMS} | {row.name: row.update_rms for row in OPTIMIZERS.values()}

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.wrappers import torch_optimizers, wrappers
 from megatron_eopt.metrics import Metrics, Sample, Shares, line
-from megatron_eopt.optimizers.parameters import parameters_in
+from megatron_eopt.step.parameters import parameters_in
 
 
 def interval_of(config: Any, args: Any) -> int:

@@ -10,10 +10,10 @@ from torch.distributed.tensor import DTensor
 
 from megatron_eopt.from_config import get_qkv_split_shapes
 from megatron_eopt.matrices import tag_declared
-from megatron_eopt.optimizers.parameters import NAME, SAVED_BY_LAYOUT
 from megatron_eopt.parallel.attributes import is_expert, is_sharded
 from megatron_eopt.parallel.dtensor import tells_its_chunk
 from megatron_eopt.routing.selectors import ParameterInfo, unwrapped
+from megatron_eopt.step.parameters import NAME, SAVED_BY_LAYOUT
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.megatron.wrappers import optimizer_parameters, optimizers_of
-from megatron_eopt.optimizers.base import BaseOptimizer
-from megatron_eopt.optimizers.parameters import scale_rows
 from megatron_eopt.redirect import Original, around
 from megatron_eopt.registry import get_qkv_split_shapes
+from megatron_eopt.step.base import BaseOptimizer
+from megatron_eopt.step.parameters import scale_rows
 
 FactorsOfRows = dict[Tensor, Tensor]  # parameter -> factors of its rows here, (rows,)
 MAXIMA = "current_max_attn_logits"  # attribute of an attention's core: each head's largest logit here, (heads,)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from megatron_eopt.optimizers.parameters import parameters_in
+from megatron_eopt.step.parameters import parameters_in
 
 _OPTIMIZER = "megatron_eopt_optimizer"  # attribute of a model chunk: a weak reference
 

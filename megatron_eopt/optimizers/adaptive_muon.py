@@ -7,18 +7,18 @@ from typing import Any, Literal, Unpack
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from megatron_eopt.optimizers.parameters import TensorParallelGroups, local
+from megatron_eopt.kernels.precision import MatmulPrecision
 from megatron_eopt.optimizers.second_moment import adaptive_muon
-from megatron_eopt.optimizers.step import Step
 from megatron_eopt.optimizers.tensor_parallel_muon import Execution, TensorParallelMuon
 from megatron_eopt.orthogonalize.coefficients import Coefficients
-from megatron_eopt.orthogonalize.precision import MatmulPrecision
 from megatron_eopt.orthogonalize.scale import ScaleMode
 from megatron_eopt.parallel.records import TpMode
 from megatron_eopt.parallel.scheduler import Program
 from megatron_eopt.settings.groups import DECOUPLED, METHOD, warn
 from megatron_eopt.settings.of_class import check_values, settings_of, with_settings
 from megatron_eopt.settings.records import DecayMethod
+from megatron_eopt.step.parameters import TensorParallelGroups, local
+from megatron_eopt.step.step import Step
 
 
 class TensorParallelAdaptiveMuon(TensorParallelMuon):

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from megatron_eopt.optimizers import foreach
-from megatron_eopt.optimizers.base import BaseOptimizer
-from megatron_eopt.optimizers.nonfinite import Flag
-from megatron_eopt.optimizers.parameters import TensorParallelGroups, local
-from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.parallel.layout import Layout, on_one_rank
 from megatron_eopt.settings.records import ADAM, Setting
 from megatron_eopt.settings.values import AT_LEAST_0, BELOW_1, Scalar, count
+from megatron_eopt.step import foreach
+from megatron_eopt.step.base import BaseOptimizer
+from megatron_eopt.step.nonfinite import Flag
+from megatron_eopt.step.parameters import TensorParallelGroups, local
+from megatron_eopt.step.state import StateTensor
 
 FAST = "exp_avg_fast"
 SLOW = "exp_avg_slow"

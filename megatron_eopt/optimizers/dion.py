@@ -10,11 +10,20 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from megatron_eopt.optimizers.foreach import where
-from megatron_eopt.optimizers.parameters import DescribedMatrix, TensorParallelGroups, names_of_last
-from megatron_eopt.optimizers.session import Settled
-from megatron_eopt.optimizers.state import MOMENTUM_BUFFER, StateTensor, check_placements
-from megatron_eopt.optimizers.whole_matrices import (
+from megatron_eopt.kernels.precision import fp32_products
+from megatron_eopt.orthogonalize.bases import orthonormal_columns
+from megatron_eopt.orthogonalize.scale import muon_scale_factor
+from megatron_eopt.orthogonalize.spectral import start_basis
+from megatron_eopt.parallel.chunks import ParamSpec
+from megatron_eopt.parallel.engine import Engine
+from megatron_eopt.parallel.rectangles import Rectangle
+from megatron_eopt.settings.records import Setting
+from megatron_eopt.settings.values import ABOVE_0_UP_TO_1, Scalar
+from megatron_eopt.step.foreach import where
+from megatron_eopt.step.parameters import DescribedMatrix, TensorParallelGroups, names_of_last
+from megatron_eopt.step.session import Settled
+from megatron_eopt.step.state import MOMENTUM_BUFFER, StateTensor, check_placements
+from megatron_eopt.step.whole_matrices import (
     GRADIENT,
     MatrixStack,
     MatrixStep,
@@ -25,15 +34,6 @@ from megatron_eopt.optimizers.whole_matrices import (
     subtract,
     write_copies,
 )
-from megatron_eopt.orthogonalize.bases import orthonormal_columns
-from megatron_eopt.orthogonalize.precision import fp32_products
-from megatron_eopt.orthogonalize.scale import muon_scale_factor
-from megatron_eopt.orthogonalize.spectral import start_basis
-from megatron_eopt.parallel.chunks import ParamSpec
-from megatron_eopt.parallel.engine import Engine
-from megatron_eopt.parallel.rectangles import Rectangle
-from megatron_eopt.settings.records import Setting
-from megatron_eopt.settings.values import ABOVE_0_UP_TO_1, Scalar
 
 BASIS = "Q"
 NOISE = 100  # times the precision of the dtype: a column of P this much below the largest is rounding
@@ -84,7 +84,7 @@ class Dion(StackedOptimizer):
 
     A group may have its own ``lr``, ``momentum``, ``weight_decay`` and ``rank_fraction``, which is fixed when the state
     is created. A step with a gradient that is not finite is skipped: see
-    :mod:`~megatron_eopt.optimizers.nonfinite`.
+    :mod:`~megatron_eopt.step.nonfinite`.
 
     Args:
         params: matrices, or groups of them; the attribute ``logical_matrices`` declares those that are several.

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from megatron_eopt.optimizers.foreach import where
-from megatron_eopt.optimizers.parameters import DescribedMatrix, TensorParallelGroups
-from megatron_eopt.optimizers.state import StateTensor
-from megatron_eopt.optimizers.whole_matrices import GRADIENT, MatrixStack, MatrixStep, Planned, StackedOptimizer
+from megatron_eopt.kernels.precision import MatmulPrecision
 from megatron_eopt.orthogonalize.coefficients import CoefficientType
-from megatron_eopt.orthogonalize.precision import MatmulPrecision
 from megatron_eopt.orthogonalize.scale import muon_scale_factor
 from megatron_eopt.parallel.layout import Layout
 from megatron_eopt.settings.groups import iteration_of
 from megatron_eopt.settings.records import FACTOR_PRECISION, Setting
 from megatron_eopt.settings.values import ABOVE_0_UP_TO_1, Scalar
+from megatron_eopt.step.foreach import where
+from megatron_eopt.step.parameters import DescribedMatrix, TensorParallelGroups
+from megatron_eopt.step.state import StateTensor
+from megatron_eopt.step.whole_matrices import GRADIENT, MatrixStack, MatrixStep, Planned, StackedOptimizer
 
 MOMENTUM_SUM = "momentum_sum"  # no average, so that no first moment of Adam's is taken for it
 

@@ -14,13 +14,22 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
+from megatron_eopt.kernels.precision import MatmulPrecision, product_dtype
 from megatron_eopt.matrices import WHOLE, Split
-from megatron_eopt.optimizers import foreach
-from megatron_eopt.optimizers.loaded_state import check_finite
-from megatron_eopt.optimizers.nonfinite import Flag
-from megatron_eopt.optimizers.parameters import DescribedMatrix, names_of_last
-from megatron_eopt.optimizers.state import MOMENTUM_BUFFER, StateTensor
-from megatron_eopt.optimizers.whole_matrices import (
+from megatron_eopt.orthogonalize.coefficients import get_coefficients
+from megatron_eopt.orthogonalize.newton_schulz import newton_schulz
+from megatron_eopt.orthogonalize.scale import muon_scale_factor, predicted_update_rms
+from megatron_eopt.parallel.attributes import is_sharded
+from megatron_eopt.parallel.collectives import all_gather, broadcast
+from megatron_eopt.parallel.engine import Engine
+from megatron_eopt.parallel.layout import Layout, on_one_rank, shared_out
+from megatron_eopt.settings.records import Setting
+from megatron_eopt.step import foreach
+from megatron_eopt.step.loaded_state import check_finite
+from megatron_eopt.step.nonfinite import Flag
+from megatron_eopt.step.parameters import DescribedMatrix, names_of_last
+from megatron_eopt.step.state import MOMENTUM_BUFFER, StateTensor
+from megatron_eopt.step.whole_matrices import (
     WEIGHT,
     MatrixStack,
     MatrixStep,
@@ -30,15 +39,6 @@ from megatron_eopt.optimizers.whole_matrices import (
     StackedOptimizer,
     write_copies,
 )
-from megatron_eopt.orthogonalize.coefficients import get_coefficients
-from megatron_eopt.orthogonalize.newton_schulz import newton_schulz
-from megatron_eopt.orthogonalize.precision import MatmulPrecision, product_dtype
-from megatron_eopt.orthogonalize.scale import muon_scale_factor, predicted_update_rms
-from megatron_eopt.parallel.attributes import is_sharded
-from megatron_eopt.parallel.collectives import all_gather, broadcast
-from megatron_eopt.parallel.engine import Engine
-from megatron_eopt.parallel.layout import Layout, on_one_rank, shared_out
-from megatron_eopt.settings.records import Setting
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class DistributedMuon(StackedOptimizer):
 
     A parameter of more than two dimensions is read as a matrix: the first one times the rest. Gradients are not written
     to. A step with a gradient that is not finite is skipped: see
-    :mod:`~megatron_eopt.optimizers.nonfinite`.
+    :mod:`~megatron_eopt.step.nonfinite`.
     :class:`~megatron_eopt.optimizers.tensor_parallel_muon.TensorParallelMuon` with its ``data_parallel_group`` has more
     coefficients and larger batches, with all momenta on all ranks.
 

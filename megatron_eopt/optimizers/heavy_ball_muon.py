@@ -8,12 +8,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
+from megatron_eopt.kernels.precision import MatmulPrecision
 from megatron_eopt.matrices import declared_split
-from megatron_eopt.optimizers.foreach import heavy_ball
-from megatron_eopt.optimizers.step import Step
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon, Transport
 from megatron_eopt.orthogonalize.coefficients import Coefficients
-from megatron_eopt.orthogonalize.precision import MatmulPrecision
 from megatron_eopt.orthogonalize.scale import ScaleMode
 from megatron_eopt.parallel.layout import Layout
 from megatron_eopt.parallel.records import TpMode
@@ -21,6 +19,8 @@ from megatron_eopt.parallel.scheduler import Program
 from megatron_eopt.settings.groups import DECOUPLED, METHOD
 from megatron_eopt.settings.of_class import with_settings
 from megatron_eopt.settings.records import Setting
+from megatron_eopt.step.foreach import heavy_ball
+from megatron_eopt.step.step import Step
 
 
 class HeavyBallMuon(TensorParallelMuon):

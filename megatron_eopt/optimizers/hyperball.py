@@ -5,10 +5,10 @@ from typing import Unpack
 
 from torch.optim.optimizer import ParamsT
 
-from megatron_eopt.optimizers.modifiers import INSTEAD_OF_DECAY
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon, Transport
 from megatron_eopt.settings.of_class import with_settings
 from megatron_eopt.settings.records import Moment2Method, WeightNorm
+from megatron_eopt.step.modifiers import INSTEAD_OF_DECAY
 
 
 class MuonHyperball(TensorParallelMuon):

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from megatron_eopt.optimizers import foreach
-from megatron_eopt.optimizers.base import BaseOptimizer
-from megatron_eopt.optimizers.nonfinite import Flag
-from megatron_eopt.optimizers.parameters import TensorParallelGroups, local
-from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.settings.records import DecayMethod
 from megatron_eopt.settings.values import Scalar
+from megatron_eopt.step import foreach
+from megatron_eopt.step.base import BaseOptimizer
+from megatron_eopt.step.nonfinite import Flag
+from megatron_eopt.step.parameters import TensorParallelGroups, local
+from megatron_eopt.step.state import StateTensor
 
 EXP_AVG = "exp_avg"  # the momentum, named as where Megatron-Core creates the state itself
 
@@ -55,7 +55,7 @@ class Lion(Signs):
     Every entry moves by ``lr``, or not at all where the interpolation is zero, so ``lr`` is usually 3 to 10 times
     smaller than AdamW's and ``weight_decay`` as much larger. All is elementwise: parameters of any shape, shards and
     DTensors. Gradients are not written to. A step with one that is not finite is skipped: see
-    :mod:`~megatron_eopt.optimizers.nonfinite`.
+    :mod:`~megatron_eopt.step.nonfinite`.
 
     Args:
         params: parameters, or groups of them.

@@ -8,11 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from megatron_eopt.optimizers import foreach
-from megatron_eopt.optimizers.foreach import Tensors
 from megatron_eopt.optimizers.orthogonalized import refuse_blockwise
-from megatron_eopt.optimizers.state import HAS_PREVIOUS, PREVIOUS_GRADIENT, StateTensor
-from megatron_eopt.optimizers.step import Batch, Step
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon, Transport
 from megatron_eopt.orthogonalize.scale import ScaleMode
 from megatron_eopt.parallel.scheduler import Program, Shards
@@ -20,6 +16,10 @@ from megatron_eopt.settings.groups import DECOUPLED, METHOD
 from megatron_eopt.settings.of_class import with_settings
 from megatron_eopt.settings.records import DecayMethod, Setting
 from megatron_eopt.settings.values import AT_LEAST_0
+from megatron_eopt.step import foreach
+from megatron_eopt.step.foreach import Tensors
+from megatron_eopt.step.state import HAS_PREVIOUS, PREVIOUS_GRADIENT, StateTensor
+from megatron_eopt.step.step import Batch, Step
 
 LARGEST_NORM = 1.0  # of a corrected gradient; the paper has no other
 
@@ -109,7 +109,7 @@ class MarsMuon(TensorParallelMuon):
 
 
 def momentum(step: Step) -> Shards:
-    """:meth:`~megatron_eopt.optimizers.step.Step.momentum` of corrected and clipped gradients."""
+    """:meth:`~megatron_eopt.step.step.Step.momentum` of corrected and clipped gradients."""
     strengths = [batch.settings["gamma"] * batch.beta / (1 - batch.beta) for batch in step.batches]
     if step.kernels is not None:
         return by_kernels(step, strengths)

@@ -1,7 +1,7 @@
 """Muon's step."""
 
-from megatron_eopt.optimizers.step import Step
 from megatron_eopt.parallel.scheduler import Program
+from megatron_eopt.step.step import Step
 
 
 def muon(step: Step) -> Program:
@@ -9,7 +9,7 @@ def muon(step: Step) -> Program:
 
     ``p`` is a parameter, ``g`` its gradient, ``m`` its momentum; without ``nesterov`` ``u`` is ``m``. ``O`` is the
     orthogonal factor of a whole logical matrix of ``u``, on whichever ranks it lies, and ``s`` its scale. What groups
-    modify is in :mod:`~megatron_eopt.optimizers.modifiers`.
+    modify is in :mod:`~megatron_eopt.step.modifiers`.
 
     [1] Jordan et al., Muon: An optimizer for hidden layers in neural networks, https://kellerjordan.github.io/posts/muon/
     """

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megatron_eopt.optimizers.modifiers import INSTEAD_OF_DECAY, holds, sizes
 from megatron_eopt.optimizers.orthogonalized import OF_PARAMETERS
-from megatron_eopt.optimizers.parameters import check_shard
 from megatron_eopt.settings.groups import DECOUPLED, METHOD, decay_method
 from megatron_eopt.settings.records import SCALE, names_of
+from megatron_eopt.step.modifiers import INSTEAD_OF_DECAY, holds, sizes
+from megatron_eopt.step.parameters import check_shard
 
 OF_MATRICES = ("scaled_orthogonalize_fn", "orthogonalize_fn")
 DECIDED_BY = {"num_ns_steps": OF_MATRICES, "coefficient_type": OF_MATRICES} | dict.fromkeys(

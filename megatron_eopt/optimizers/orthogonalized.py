@@ -9,28 +9,28 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from megatron_eopt.kernels.precision import MatmulPrecision, fp32_products
 from megatron_eopt.matrices import declared_split, experts
-from megatron_eopt.optimizers.base import BaseOptimizer, fixed
-from megatron_eopt.optimizers.modifiers import measures
 from megatron_eopt.optimizers.muon import muon
-from megatron_eopt.optimizers.nonfinite import Flag
-from megatron_eopt.optimizers.parameters import (
-    check_matrix,
-    has_dtensors,
-    local,
-    names_of_last,
-)
-from megatron_eopt.optimizers.state import MOMENTUM_BUFFER, NO_SETTINGS, StateTensor
-from megatron_eopt.optimizers.step import Batch, Step
-from megatron_eopt.optimizers.users_functions import OF_USERS, checked
-from megatron_eopt.optimizers.users_step import users_step
-from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products
 from megatron_eopt.parallel.layout import local_rows, on_one_rank
 from megatron_eopt.parallel.scheduler import Program
 from megatron_eopt.settings.groups import DECOUPLED, METHOD, OTHER_NAMES, decay_method
 from megatron_eopt.settings.of_class import is_ours
 from megatron_eopt.settings.records import DecayMethod, Setting
 from megatron_eopt.settings.values import BELOW_1, Scalar
+from megatron_eopt.step.base import BaseOptimizer, fixed
+from megatron_eopt.step.modifiers import measures
+from megatron_eopt.step.nonfinite import Flag
+from megatron_eopt.step.parameters import (
+    check_matrix,
+    has_dtensors,
+    local,
+    names_of_last,
+)
+from megatron_eopt.step.state import MOMENTUM_BUFFER, NO_SETTINGS, StateTensor
+from megatron_eopt.step.step import Batch, Step
+from megatron_eopt.step.users_functions import OF_USERS, checked
+from megatron_eopt.step.users_step import users_step
 
 # Methods that users override, or set: of whole parameters or matrices, and all.
 OF_PARAMETERS = ("orthogonalize", "scaled_orthogonalize_fn", "orthogonalize_fn")
@@ -67,7 +67,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
     4. ``p -= lr * orthogonalize(p, u)``.
 
     Gradients are not written to. A step with one that is not finite is skipped: see
-    :mod:`~megatron_eopt.optimizers.nonfinite`. A step leaves every process-wide setting of torch as it found it.
+    :mod:`~megatron_eopt.step.nonfinite`. A step leaves every process-wide setting of torch as it found it.
 
     A parameter whose attribute ``logical_matrices`` is a :class:`~megatron_eopt.matrices.Split` is orthogonalized and
     scaled as the matrices that it declares, whatever ``split_qkv`` says; a stack of them may have three dimensions.

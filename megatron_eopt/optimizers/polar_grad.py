@@ -5,11 +5,11 @@ from typing import Unpack
 
 from torch.optim.optimizer import ParamsT
 
-from megatron_eopt.optimizers.step import Step
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon, Transport
 from megatron_eopt.parallel.scheduler import Program
 from megatron_eopt.settings.of_class import with_settings
 from megatron_eopt.settings.records import DecayMethod
+from megatron_eopt.step.step import Step
 
 
 class PolarGrad(TensorParallelMuon):

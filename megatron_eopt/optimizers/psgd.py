@@ -7,11 +7,15 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from megatron_eopt.optimizers.foreach import where
-from megatron_eopt.optimizers.parameters import TensorParallelGroups
+from megatron_eopt.kernels.precision import MatmulPrecision, fp32_products
 from megatron_eopt.optimizers.psgd_math import Whitened, preconditioned, refreshed, start
-from megatron_eopt.optimizers.state import StateTensor
-from megatron_eopt.optimizers.whole_matrices import (
+from megatron_eopt.parallel.layout import Layout
+from megatron_eopt.settings.records import FACTOR_PRECISION, Setting
+from megatron_eopt.settings.values import ABOVE_0, ABOVE_0_UP_TO_1, AT_LEAST_0, BELOW_1, Scalar, count
+from megatron_eopt.step.foreach import where
+from megatron_eopt.step.parameters import TensorParallelGroups
+from megatron_eopt.step.state import StateTensor
+from megatron_eopt.step.whole_matrices import (
     CLOCK,
     EXP_AVG,
     MatrixStack,
@@ -20,10 +24,6 @@ from megatron_eopt.optimizers.whole_matrices import (
     first_moment,
     refreshes,
 )
-from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products
-from megatron_eopt.parallel.layout import Layout
-from megatron_eopt.settings.records import FACTOR_PRECISION, Setting
-from megatron_eopt.settings.values import ABOVE_0, ABOVE_0_UP_TO_1, AT_LEAST_0, BELOW_1, Scalar, count
 
 FACTORS = ("Q_L", "Q_R")
 BOUNDS = "bounds"

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_eopt.optimizers.rounding import mixed
-from megatron_eopt.orthogonalize.precision import fp32_products
+from megatron_eopt.kernels.precision import fp32_products
+from megatron_eopt.step.rounding import mixed
 
 PROBES = 32  # rows that look for a spectral norm
 HALF_ITERATIONS = 2  # their pairs of products

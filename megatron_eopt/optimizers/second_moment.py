@@ -23,20 +23,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_eopt.optimizers import foreach
-from megatron_eopt.optimizers.foreach import Tensors
-from megatron_eopt.optimizers.modifiers import MOMENT2_BUFFER
-from megatron_eopt.optimizers.nonfinite import Flag
 from megatron_eopt.optimizers.orthogonalized import OrthogonalizedOptimizer, refuse_blockwise
-from megatron_eopt.optimizers.state import Dim, StateTensor, check_placements
-from megatron_eopt.optimizers.step import Batch, Step
-from megatron_eopt.optimizers.weight_step import squares_of_shards
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import Layout
 from megatron_eopt.parallel.records import Matrix
 from megatron_eopt.parallel.rectangles import Shape
 from megatron_eopt.parallel.scheduler import Program
 from megatron_eopt.parallel.statistics import Statistics, StatisticsRequest, norms_of, squared_norms
+from megatron_eopt.step import foreach
+from megatron_eopt.step.foreach import Tensors
+from megatron_eopt.step.modifiers import MOMENT2_BUFFER
+from megatron_eopt.step.nonfinite import Flag
+from megatron_eopt.step.state import Dim, StateTensor, check_placements
+from megatron_eopt.step.step import Batch, Step
+from megatron_eopt.step.weight_step import squares_of_shards
 
 
 def adaptive_muon(step: Step) -> Program:

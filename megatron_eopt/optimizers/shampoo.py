@@ -8,7 +8,11 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from megatron_eopt.optimizers.eigenbases import (
+from megatron_eopt.kernels.precision import MatmulPrecision, fp32_products
+from megatron_eopt.orthogonalize.scale import ScaleMode, muon_scale_factor
+from megatron_eopt.settings.records import FACTOR_PRECISION, Setting
+from megatron_eopt.settings.values import BETWEEN_0_AND_1, Scalar, count
+from megatron_eopt.step.eigenbases import (
     BasisMethod,
     eigenbasis,
     eigenvalues,
@@ -17,7 +21,7 @@ from megatron_eopt.optimizers.eigenbases import (
     turned,
     whitened,
 )
-from megatron_eopt.optimizers.factored import (
+from megatron_eopt.step.factored import (
     Decay,
     FactoredOptimizer,
     Side,
@@ -26,13 +30,9 @@ from megatron_eopt.optimizers.factored import (
     gram,
     steps_taken,
 )
-from megatron_eopt.optimizers.foreach import put
-from megatron_eopt.optimizers.parameters import TensorParallelGroups
-from megatron_eopt.optimizers.whole_matrices import MatrixStack, first_moment, refreshes
-from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products
-from megatron_eopt.orthogonalize.scale import ScaleMode, muon_scale_factor
-from megatron_eopt.settings.records import FACTOR_PRECISION, Setting
-from megatron_eopt.settings.values import BETWEEN_0_AND_1, Scalar, count
+from megatron_eopt.step.foreach import put
+from megatron_eopt.step.parameters import TensorParallelGroups
+from megatron_eopt.step.whole_matrices import MatrixStack, first_moment, refreshes
 
 Scale = Literal[ScaleMode, "none"]
 

@@ -6,16 +6,16 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from megatron_eopt.optimizers.eigenbases import BasisMethod
-from megatron_eopt.optimizers.factored import Decay, FactoredOptimizer, WeightNorm, steps_taken
-from megatron_eopt.optimizers.parameters import TensorParallelGroups
+from megatron_eopt.kernels.precision import MatmulPrecision, fp32_products
 from megatron_eopt.optimizers.soap_math import Preconditioned, SortBases, update_of
-from megatron_eopt.optimizers.whole_matrices import EXP_AVG, MatrixStack, first_moment
-from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products
 from megatron_eopt.orthogonalize.scale import ScaleMode
 from megatron_eopt.settings.groups import also_called
 from megatron_eopt.settings.records import ADAM, FACTOR_PRECISION, Setting
 from megatron_eopt.settings.values import Scalar, count
+from megatron_eopt.step.eigenbases import BasisMethod
+from megatron_eopt.step.factored import Decay, FactoredOptimizer, WeightNorm, steps_taken
+from megatron_eopt.step.parameters import TensorParallelGroups
+from megatron_eopt.step.whole_matrices import EXP_AVG, MatrixStack, first_moment
 
 EXP_AVG_SQ = "exp_avg_sq"
 

@@ -7,7 +7,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megatron_eopt.optimizers.eigenbases import (
+from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
+from megatron_eopt.orthogonalize.scale import muon_scale_factor
+from megatron_eopt.step.eigenbases import (
     eigenbasis,
     eigenvalues,
     in_order,
@@ -16,12 +18,10 @@ from megatron_eopt.optimizers.eigenbases import (
     turned,
     whitened,
 )
-from megatron_eopt.optimizers.factored import Side, follow, gram
-from megatron_eopt.optimizers.foreach import put, where
-from megatron_eopt.optimizers.nonfinite import LARGEST_NORM, Flag
-from megatron_eopt.optimizers.whole_matrices import refreshes
-from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
-from megatron_eopt.orthogonalize.scale import muon_scale_factor
+from megatron_eopt.step.factored import Side, follow, gram
+from megatron_eopt.step.foreach import put, where
+from megatron_eopt.step.nonfinite import LARGEST_NORM, Flag
+from megatron_eopt.step.whole_matrices import refreshes
 
 SortBases = Literal["before", "after"]
 

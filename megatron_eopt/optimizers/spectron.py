@@ -10,28 +10,11 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from megatron_eopt.kernels.precision import MatmulPrecision, fp32_products
 from megatron_eopt.matrices import WHOLE
-from megatron_eopt.optimizers import foreach, low_rank
-from megatron_eopt.optimizers.base import BaseOptimizer
-from megatron_eopt.optimizers.foreach import where
-from megatron_eopt.optimizers.low_rank import FACTOR, PROJECTED, Chunk, Factor, FactorStack, LocalFactor, U
-from megatron_eopt.optimizers.low_rank import factor_pairs as factor_pairs
-from megatron_eopt.optimizers.nonfinite import Flag
 from megatron_eopt.optimizers.orthogonalized import refuse_blockwise
-from megatron_eopt.optimizers.parameters import (
-    DescribedMatrix,
-    TensorParallelGroups,
-    check_matrix,
-    check_shard,
-    local,
-    names_of_last,
-    scale_rows,
-)
-from megatron_eopt.optimizers.session import Settled
-from megatron_eopt.optimizers.state import MOMENTUM_BUFFER, StateTensor, check_placements
 from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
-from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products
 from megatron_eopt.orthogonalize.spectral import power_iterations
 from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.engine import Engine
@@ -40,6 +23,23 @@ from megatron_eopt.parallel.records import TpMode
 from megatron_eopt.settings.groups import also_called, iteration_of, note_short_schedule, warn
 from megatron_eopt.settings.records import Setting
 from megatron_eopt.settings.values import BELOW_1, Scalar, count
+from megatron_eopt.step import foreach, low_rank
+from megatron_eopt.step.base import BaseOptimizer
+from megatron_eopt.step.foreach import where
+from megatron_eopt.step.low_rank import FACTOR, PROJECTED, Chunk, Factor, FactorStack, LocalFactor, U
+from megatron_eopt.step.low_rank import factor_pairs as factor_pairs
+from megatron_eopt.step.nonfinite import Flag
+from megatron_eopt.step.parameters import (
+    DescribedMatrix,
+    TensorParallelGroups,
+    check_matrix,
+    check_shard,
+    local,
+    names_of_last,
+    scale_rows,
+)
+from megatron_eopt.step.session import Settled
+from megatron_eopt.step.state import MOMENTUM_BUFFER, StateTensor, check_placements
 
 
 def gradients_of_factors(chunk: Chunk, engine: Engine) -> None:

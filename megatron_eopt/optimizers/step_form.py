@@ -5,13 +5,13 @@ Parameters, settings and the device decide, so that ranks and resumes need not a
 
 import torch
 
+from megatron_eopt.kernels.choice import fast_triton, triton_missing
 from megatron_eopt.matrices import declared_split
-from megatron_eopt.optimizers.modifiers import by_torch
 from megatron_eopt.optimizers.orthogonalized import OrthogonalizedOptimizer
-from megatron_eopt.optimizers.parameters import local
-from megatron_eopt.optimizers.step_kernels import DTYPES
-from megatron_eopt.orthogonalize.kernels import fast_triton, triton_missing
 from megatron_eopt.settings.records import StepForm
+from megatron_eopt.step.modifiers import by_torch
+from megatron_eopt.step.parameters import local
+from megatron_eopt.step.step_kernels import DTYPES
 
 
 def step_form(optimizer: OrthogonalizedOptimizer, device: torch.device) -> tuple[StepForm, str]:

@@ -11,35 +11,19 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
-from megatron_eopt.optimizers import held_norms, modifiers, muon_checks, second_moment
-from megatron_eopt.optimizers.base import BaseOptimizer, fixed
-from megatron_eopt.optimizers.cuda_graph import GraphedUpdate
-from megatron_eopt.optimizers.nonfinite import Flag
-from megatron_eopt.optimizers.offload import Streamed
+from megatron_eopt.kernels.choice import rule
+from megatron_eopt.kernels.precision import MatmulPrecision, gram_dtype, product_dtype
+from megatron_eopt.optimizers import muon_checks, second_moment
 from megatron_eopt.optimizers.orthogonalized import (
     OF_PARAMETERS,
     OrthogonalizedOptimizer,
     check_given,
     refuse_blockwise,
 )
-from megatron_eopt.optimizers.parameters import (
-    DescribedMatrix,
-    TensorParallelGroups,
-    check_matrix,
-    local,
-    names_of_last,
-)
 from megatron_eopt.optimizers.second_moment import adaptive_muon
-from megatron_eopt.optimizers.session import Settled
-from megatron_eopt.optimizers.state import StateTensor, bytes_of_entry
-from megatron_eopt.optimizers.step import Batch, Step, cast_to_average, of_parameters, scaled
 from megatron_eopt.optimizers.step_form import step_form
-from megatron_eopt.optimizers.step_kernels import StepKernels
-from megatron_eopt.optimizers.users_functions import factors_by_user, of_whole, scaled_by_user, scales_of
 from megatron_eopt.orthogonalize.coefficients import Coefficients
-from megatron_eopt.orthogonalize.kernels import rule
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
-from megatron_eopt.orthogonalize.precision import MatmulPrecision, gram_dtype, product_dtype
 from megatron_eopt.orthogonalize.scale import ScaleMode, muon_scale_factor, predicted_update_rms
 from megatron_eopt.parallel.attributes import is_expert
 from megatron_eopt.parallel.chunks import ParamSpec
@@ -68,6 +52,23 @@ from megatron_eopt.settings.records import (
     WeightNorm,
     names_of,
 )
+from megatron_eopt.step import held_norms, modifiers
+from megatron_eopt.step.base import BaseOptimizer, fixed
+from megatron_eopt.step.cuda_graph import GraphedUpdate
+from megatron_eopt.step.nonfinite import Flag
+from megatron_eopt.step.offload import Streamed
+from megatron_eopt.step.parameters import (
+    DescribedMatrix,
+    TensorParallelGroups,
+    check_matrix,
+    local,
+    names_of_last,
+)
+from megatron_eopt.step.session import Settled
+from megatron_eopt.step.state import StateTensor, bytes_of_entry
+from megatron_eopt.step.step import Batch, Step, cast_to_average, of_parameters, scaled
+from megatron_eopt.step.step_kernels import StepKernels
+from megatron_eopt.step.users_functions import factors_by_user, of_whole, scaled_by_user, scales_of
 
 
 class Execution(TypedDict, total=False):
@@ -142,7 +143,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             matrices. Those that ``tp`` cuts are shared only where ``pg_collection.tp_dp_cp`` has the ranks of both
             groups, with ``tp_mode`` ``owner`` or ``auto``. Matrices of experts are not shared.
         symmetric_products: the kernel of symmetric products: ``triton``, ``blocked`` (on a CPU) or ``torch``. By
-            default that of :func:`~megatron_eopt.orthogonalize.kernels.rule`.
+            default that of :func:`~megatron_eopt.kernels.choice.rule`.
         cuda_graphs: capture the third step as a CUDA graph and replay it; only where no parameter is sharded.
         weight_decay_method: ``decoupled``, ``l2``, ``independent`` or ``palm``: see
             :data:`~megatron_eopt.settings.records.DecayMethod`; None for what ``use_decoupled_weight_decay``
@@ -154,9 +155,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             ``torch.cuda.synchronize()``.
         momentum_dtype: of momenta: None for that of each parameter, or ``torch.bfloat16``. These are averaged and
             orthogonalized in fp32 and rounded at random, with the same bits at every layout: see
-            :mod:`~megatron_eopt.optimizers.rounding`.
+            :mod:`~megatron_eopt.step.rounding`.
         cautious_weight_decay: decay only entries whose signs do not differ from their update's. This modifier and the
-            following ones are written out in :mod:`~megatron_eopt.optimizers.modifiers`.
+            following ones are written out in :mod:`~megatron_eopt.step.modifiers`.
         weight_norm: ``hold`` keeps the norm that each logical matrix has before the first step, and updates have ``lr``
             times that norm; ``brake`` lets a part of what a step changes the norm by through; or ``none``.
         brake_outward: the part, in [0, 1], of what the norm would grow by.

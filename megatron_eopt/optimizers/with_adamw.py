@@ -11,9 +11,14 @@ from torch import Tensor
 from torch.optim import AdamW
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.heavy_ball_muon import HeavyBallMuon
-from megatron_eopt.optimizers.loaded_state import (
+from megatron_eopt.orthogonalize.choices import check_named
+from megatron_eopt.settings.groups import plain, warn
+from megatron_eopt.settings.of_class import check_values, misspelt, settings_of
+from megatron_eopt.settings.records import ADAM, RECORDS, Setting
+from megatron_eopt.settings.values import AT_LEAST_0
+from megatron_eopt.step.base import BaseOptimizer
+from megatron_eopt.step.loaded_state import (
     apart,
     check_loaded,
     check_writer,
@@ -22,14 +27,9 @@ from megatron_eopt.optimizers.loaded_state import (
     name_in_states,
     note_begun_anew,
 )
-from megatron_eopt.optimizers.nonfinite import Flag, WithoutGradients, check_gradients
-from megatron_eopt.optimizers.parameters import check_parameters, check_scalable, parameter_names, parameters_in
-from megatron_eopt.optimizers.state import STATE_OF, StateTensor, forget_replaced
-from megatron_eopt.orthogonalize.choices import check_named
-from megatron_eopt.settings.groups import plain, warn
-from megatron_eopt.settings.of_class import check_values, misspelt, settings_of
-from megatron_eopt.settings.records import ADAM, RECORDS, Setting
-from megatron_eopt.settings.values import AT_LEAST_0
+from megatron_eopt.step.nonfinite import Flag, WithoutGradients, check_gradients
+from megatron_eopt.step.parameters import check_parameters, check_scalable, parameter_names, parameters_in
+from megatron_eopt.step.state import STATE_OF, StateTensor, forget_replaced
 
 # In AdamW's groups: their first rate, and that of the first group of matrices at that time.
 ADAM_LR = "adam_lr"

@@ -7,7 +7,7 @@ stack: Gram-Schmidt by halves, down to panels whose products have a Cholesky dec
 import torch
 from torch import Tensor
 
-from megatron_eopt.orthogonalize.precision import fp32_products
+from megatron_eopt.kernels.precision import fp32_products
 
 PANEL = 128  # columns of a panel
 PASSES = 3  # twice is enough for columns that span; the third is for those that are rounding of others

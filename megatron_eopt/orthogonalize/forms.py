@@ -9,9 +9,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from megatron_eopt.kernels.precision import MatmulPrecision, in_precision
+from megatron_eopt.kernels.products import Products, scaled, square_work
 from megatron_eopt.orthogonalize.coefficients import Coefficients, CoefficientType
-from megatron_eopt.orthogonalize.precision import MatmulPrecision, in_precision
-from megatron_eopt.orthogonalize.products import Products, scaled, square_work
 
 Restarts = tuple[int, ...]  # steps, counted from 1, after which the Gram form computes its Gram matrix anew
 

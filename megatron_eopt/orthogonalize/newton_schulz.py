@@ -9,17 +9,17 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from megatron_eopt.orthogonalize import forms
-from megatron_eopt.orthogonalize.choices import check_choice
-from megatron_eopt.orthogonalize.coefficients import Coefficients, CoefficientType, get_coefficients, set_length
-from megatron_eopt.orthogonalize.forms import Iteration, Preset, Restarts
-from megatron_eopt.orthogonalize.kernels import products_for
-from megatron_eopt.orthogonalize.precision import (
+from megatron_eopt.kernels.choice import products_for
+from megatron_eopt.kernels.precision import (
     MatmulPrecision,
     gram_dtype,
     product_dtype,
 )
-from megatron_eopt.orthogonalize.products import Products
+from megatron_eopt.kernels.products import Products
+from megatron_eopt.orthogonalize import forms
+from megatron_eopt.orthogonalize.choices import check_choice
+from megatron_eopt.orthogonalize.coefficients import Coefficients, CoefficientType, get_coefficients, set_length
+from megatron_eopt.orthogonalize.forms import Iteration, Preset, Restarts
 
 Form = Literal["auto", "standard", "gram"]
 
@@ -132,7 +132,7 @@ def newton_schulz(
         max_bytes: most memory for the chunk of a stack that is worked on at once; one matrix may take more.
         propagate_nan: return NaN instead of zero for a matrix with entries that are not finite.
         products: computes the symmetric products; hashable, or the name of a kernel. By default that of
-            :func:`~megatron_eopt.orthogonalize.kernels.rule`.
+            :func:`~megatron_eopt.kernels.choice.rule`.
 
     Returns:
         A new tensor of the shape and dtype of ``x``. Nothing waits for the device.

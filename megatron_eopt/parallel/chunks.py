@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
+from megatron_eopt.kernels.choice import products_for
+from megatron_eopt.kernels.precision import gram_dtype, product_dtype
 from megatron_eopt.matrices import WHOLE, Split
-from megatron_eopt.orthogonalize.kernels import products_for
 from megatron_eopt.orthogonalize.newton_schulz import Form, NewtonSchulz
-from megatron_eopt.orthogonalize.precision import gram_dtype, product_dtype
 from megatron_eopt.parallel.cost import Work
 from megatron_eopt.parallel.exchange import LayoutRuns, Shapes
 from megatron_eopt.parallel.layout import Layout, split_layout

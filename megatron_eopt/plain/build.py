@@ -19,8 +19,6 @@ from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from megatron_eopt.family import DEFAULT_TP_MODE, OPTIMIZERS, OptimizerSpec
 from megatron_eopt.matrices import ATTRIBUTE, tag_declared, warn_of_unmatched
-from megatron_eopt.optimizers.nonfinite import listed, warn_of_fp16
-from megatron_eopt.optimizers.parameters import FLATTENED, NAME, OF_FSDP1, parameters_in
 from megatron_eopt.optimizers.soap import SOAP
 from megatron_eopt.optimizers.spectron import Spectron
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
@@ -30,6 +28,8 @@ from megatron_eopt.plain import kinds
 from megatron_eopt.plain.config import OptimizerConfig, config_of, given_fields
 from megatron_eopt.plain.kinds import Group, Rule, decays
 from megatron_eopt.registry import get_optimizer_builder, register_optimizer
+from megatron_eopt.step.nonfinite import listed, warn_of_fp16
+from megatron_eopt.step.parameters import FLATTENED, NAME, OF_FSDP1, parameters_in
 
 logger = logging.getLogger(__name__)
 

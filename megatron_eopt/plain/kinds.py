@@ -18,8 +18,8 @@ from megatron_eopt.matrices import (
     interleaved_gate_up,
     transposed,
 )
-from megatron_eopt.optimizers.parameters import NAME
 from megatron_eopt.optimizers.spectron import factor_pairs
+from megatron_eopt.step.parameters import NAME
 
 OUTPUT_LAYERS = {
     "lm_head",

@@ -10,8 +10,8 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from megatron_eopt.kernels.choice import KERNELS
 from megatron_eopt.orthogonalize.coefficients import MAX_STEPS
-from megatron_eopt.orthogonalize.kernels import KERNELS
 from megatron_eopt.settings.values import (
     ABOVE_0,
     AT_LEAST_0,
@@ -254,7 +254,7 @@ FACTORS = (
 )
 
 MODIFIERS = CAUTION + NORM + RELATIVE + SECOND_MOMENT
-"""What may be done between the update of a matrix and its weight: see :mod:`~megatron_eopt.optimizers.modifiers`."""
+"""What may be done between the update of a matrix and its weight: see :mod:`~megatron_eopt.step.modifiers`."""
 
 MUON = RATES + DECAY + MOMENTUM + PARAMETERS + ITERATION + SCALE + MODIFIERS + EXECUTION
 """All settings of Muon."""

@@ -12,9 +12,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_eopt.optimizers import step_form, step_kernels
-from megatron_eopt.optimizers.nonfinite import NonFinite
-from megatron_eopt.orthogonalize import kernels
+from megatron_eopt.kernels import choice as kernels
+from megatron_eopt.optimizers import step_form
+from megatron_eopt.step import step_kernels
+from megatron_eopt.step.nonfinite import NonFinite
 
 _FREE = frozenset(
     "split split_with_sizes unbind reshape _unsafe_view _reshape_alias lift_fresh empty empty_like new_empty "

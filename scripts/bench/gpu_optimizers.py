@@ -32,15 +32,15 @@ from torch.nn.functional import cross_entropy
 
 from megatron_eopt import TensorParallelMuon
 from megatron_eopt.family import OPTIMIZERS
+from megatron_eopt.kernels.choice import triton_missing
+from megatron_eopt.kernels.products import Fp32Precision, Products
 from megatron_eopt.orthogonalize.bases import by_products
-from megatron_eopt.orthogonalize.kernels import triton_missing
-from megatron_eopt.orthogonalize.products import Fp32Precision, Products
 from megatron_eopt.parallel.cost import step_bytes, whole_flops
 from megatron_eopt.parallel.records import TpMode
 from megatron_eopt.parallel.rectangles import Shape
 from megatron_eopt.plain import OptimizerConfig, build_optimizer
 
-TRITON_TESTS = "tests/orthogonalize/test_triton_kernel.py"
+TRITON_TESTS = "tests/kernels/test_triton_kernel.py"
 NATIVE_TESTS = ("tests/optimizers/test_step_kernels.py", TRITON_TESTS, "tests/optimizers/test_graphs.py")
 
 PRODUCTS: tuple[tuple[torch.dtype, Fp32Precision], ...] = (
@@ -85,7 +85,7 @@ GROWTH = 1.1  # of temporaries, from five layers to ten
 
 def triton_products(precision: Fp32Precision) -> Products:
     """Those of the Triton kernel; triton is imported here, since it is not installed everywhere."""
-    from megatron_eopt.orthogonalize.triton_kernel import Triton
+    from megatron_eopt.kernels.triton_kernel import Triton
 
     return Triton(precision)
 

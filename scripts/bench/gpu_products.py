@@ -13,14 +13,14 @@ import torch
 from gpu_verdicts import Run, draw, in_a_row, needs
 from torch import Tensor
 
-from megatron_eopt.orthogonalize.kernels import triton_missing
+from megatron_eopt.kernels.choice import triton_missing
+from megatron_eopt.kernels.precision import fp32_products
+from megatron_eopt.kernels.products import Products
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
-from megatron_eopt.orthogonalize.precision import fp32_products
-from megatron_eopt.orthogonalize.products import Products
 from megatron_eopt.parallel.cost import Work, whole_flops
 
 if TYPE_CHECKING:
-    from megatron_eopt.orthogonalize.triton_kernel import Fp32Precision
+    from megatron_eopt.kernels.triton_kernel import Fp32Precision
 
 Shape = tuple[int, int]
 
@@ -218,7 +218,7 @@ def share_of_time(run: Run, parts: int) -> float:
 
 def with_all_tiles(x: Tensor, precision: "Fp32Precision", tiny: bool, until: float) -> dict[str, float]:
     """Seconds of ``X X^T`` by cuBLAS, with the tiles of the table, with all that there is time for, and the best."""
-    from megatron_eopt.orthogonalize.triton_kernel import Tiles, symmetric_product, tiles_for
+    from megatron_eopt.kernels.triton_kernel import Tiles, symmetric_product, tiles_for
 
     out, calls = torch.empty_like(x), 1 if tiny else 10
     with fp32_products("high" if precision == "tf32" else "highest"):

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from megatron_eopt.orthogonalize.precision import in_precision
-from megatron_eopt.orthogonalize.products import Fp32Precision, Products
+from megatron_eopt.kernels.precision import in_precision
+from megatron_eopt.kernels.products import Fp32Precision, Products
 
 Shapes = Sequence[tuple[int, ...]]  # of matrices (rows, cols) or stacks of them (n, rows, cols)
 

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_eopt.family import OPTIMIZERS
-from megatron_eopt.orthogonalize import triton_kernel, triton_norms
+from megatron_eopt.kernels import triton_kernel, triton_norms
 
 LAYER: tuple[tuple[int, ...], ...] = ((2304, 768), (768, 768), (3072, 768), (768, 3072))  # of a GPT of 124M
 SETS: dict[str, Sequence[tuple[int, ...]]] = {

@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_eopt.optimizers.foreach import Tensors
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
+from megatron_eopt.step.foreach import Tensors
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
@@ -42,7 +42,7 @@ TRAIN = "--rounded"  # the first argument of a process that trains
 
 def train(kind: str, beta: float, written: Path, flags: Sequence[str]) -> None:
     """Train in this process, and write down the errors of the momenta in the end."""
-    from megatron_eopt.optimizers import step as step_file
+    from megatron_eopt.step import step as step_file
 
     store, errors, kept = step_file.store, dict[int, Tensor](), dict[int, Tensor]()
 

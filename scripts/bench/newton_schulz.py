@@ -26,10 +26,10 @@ import torch
 from quiet import Load, add_flag
 from torch import Tensor
 
+from megatron_eopt.kernels.choice import products_for
+from megatron_eopt.kernels.precision import MatmulPrecision, fp32_products
 from megatron_eopt.orthogonalize import get_coefficients, newton_schulz
 from megatron_eopt.orthogonalize.forms import PRESETS, gram_flops, restarts_for, standard_flops
-from megatron_eopt.orthogonalize.kernels import products_for
-from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products
 
 OUT = Path(__file__).resolve().parents[2] / "bench-out"
 

@@ -24,8 +24,8 @@ import torch
 
 import megatron_eopt
 from megatron_eopt import orthogonalize
-from megatron_eopt.optimizers.users_functions import HOOKS_OF_OTHERS
 from megatron_eopt.orthogonalize.coefficients import with_safety
+from megatron_eopt.step.users_functions import HOOKS_OF_OTHERS
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "from-emerging-optimizers.md").read_text()

@@ -12,8 +12,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from megatron_eopt import TensorParallelAdaptiveMuon, TensorParallelMuon
 from megatron_eopt.matrices import experts
-from megatron_eopt.optimizers.parameters import local
 from megatron_eopt.optimizers.spectron import Spectron, factor_pairs
+from megatron_eopt.step.parameters import local
 from tests.distributed.ranks import run_ranks
 from tests.distributed.shards import marked, message_of, whole
 from tests.optimizers import field

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_eopt import DistributedMuon, Lion, Muon, OptimizerConfig, TensorParallelMuon, build_optimizer
-from megatron_eopt.optimizers.parameters import local
+from megatron_eopt.step.parameters import local
 from tests.distributed.ranks import run_ranks
 from tests.distributed.shards import groups_of, message_of, shard, whole
 

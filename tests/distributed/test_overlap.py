@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_eopt.kernels.products import Blocked
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
-from megatron_eopt.orthogonalize.products import Blocked
 from megatron_eopt.parallel.collectives import Pending, counters
 from megatron_eopt.parallel.records import Bucket, Matrix, Plan
 from megatron_eopt.parallel.rectangles import cut

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_eopt.family import OPTIMIZERS
-from megatron_eopt.optimizers import eigenbases, whole_matrices
 from megatron_eopt.optimizers.soap import SOAP
 from megatron_eopt.orthogonalize.bases import by_products
 from megatron_eopt.parallel.collectives import counters
+from megatron_eopt.step import eigenbases, whole_matrices
 from tests.distributed.layouts import PROGRAMS, TensorParallel, assert_as_one, found, set_gradients, trained
 from tests.distributed.ranks import run_ranks
 from tests.distributed.shards import counted, grid, groups_of, message_of, placed, shard, sharded

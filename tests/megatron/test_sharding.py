@@ -13,9 +13,9 @@ from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron_eopt.matrices import query_key_value
 from megatron_eopt.megatron.checkpoints.layers import keep_apart, named_apart, undecided
 from megatron_eopt.megatron.checkpoints.sharding import joined, sharded_state
-from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.parallel.layout import Layout, split_layout
 from megatron_eopt.parallel.rectangles import cut, whole
+from megatron_eopt.step.state import StateTensor
 from tests.parallel.test_layout import Group
 
 LAYERS, LAYER = 3, 1

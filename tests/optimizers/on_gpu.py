@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_eopt.optimizers.cuda_graph import GraphedUpdate
+from megatron_eopt.step.cuda_graph import GraphedUpdate
 
 
 class OnDevice(torch.Tensor):

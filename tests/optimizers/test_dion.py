@@ -6,9 +6,9 @@ from math import ceil
 import pytest
 import torch
 
+from megatron_eopt.kernels.products import Products
 from megatron_eopt.optimizers.dion import Dion
 from megatron_eopt.optimizers.dion2 import Dion2
-from megatron_eopt.orthogonalize.products import Products
 from tests.optimizers.dions import SHAPES, reference
 from tests.optimizers.field import assert_close, drawn, factor, gradient, matrix
 from tests.optimizers.field import run as run_alone

@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_eopt import Muon
 from megatron_eopt.family import OPTIMIZERS
-from megatron_eopt.optimizers.nonfinite import NonFinite
 from megatron_eopt.parallel import agreement, engine
+from megatron_eopt.step.nonfinite import NonFinite
 from tests.optimizers.family import SETTINGS
 
 RANKS, STEPS = 8, 4

@@ -10,9 +10,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
 from megatron_eopt import TensorParallelMuon
-from megatron_eopt.optimizers.nonfinite import LARGEST_NORM, MAX_IN_A_ROW, NonFinite
 from megatron_eopt.optimizers.with_adamw import Muon
 from megatron_eopt.settings.groups import MOMENTUM_STEPS
+from megatron_eopt.step.nonfinite import LARGEST_NORM, MAX_IN_A_ROW, NonFinite
 from tests.distributed.ranks import run_ranks
 from tests.optimizers.family import FOR_VECTORS, OPTIMIZERS, build, every, every_class, every_variant, matrices
 from tests.optimizers.field import gradient, matrix

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from megatron_eopt.matrices import GATE_UP
-from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.hyperball import MuonHyperball
 from megatron_eopt.optimizers.shampoo import Shampoo
 from megatron_eopt.optimizers.soap import SOAP
-from megatron_eopt.optimizers.step import Step
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.parallel import statistics
+from megatron_eopt.step import foreach
+from megatron_eopt.step.step import Step
 from tests.distributed.test_statistics import allocations
 from tests.optimizers.family import build
 from tests.optimizers.field import assert_close, drawn, gradient, matrix, run

@@ -13,10 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("triton")
 
 from megatron_eopt import TensorParallelMuon
-from megatron_eopt.optimizers import step_form, triton_step
-from megatron_eopt.orthogonalize import kernels, triton_kernel, triton_norms
+from megatron_eopt.kernels import choice as kernels
+from megatron_eopt.kernels import triton_kernel, triton_norms, triton_step
+from megatron_eopt.optimizers import step_form
+from tests.kernels.launched import binding, without_memory
 from tests.optimizers.on_gpu import masking
-from tests.orthogonalize.launched import binding, without_memory
 
 pytestmark = pytest.mark.skipif(
     triton_step.INTERPRETED or torch.cuda.is_available(), reason="Triton would launch, or interpret"

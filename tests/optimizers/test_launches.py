@@ -9,10 +9,10 @@ from launches import SETS, Launches, launches_of_step
 
 from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.matrices import GATE_UP, experts
-from megatron_eopt.optimizers import whole_matrices
-from megatron_eopt.optimizers.nonfinite import NonFinite
 from megatron_eopt.optimizers.soap import SOAP
 from megatron_eopt.optimizers.spectron import factor_pairs
+from megatron_eopt.step import whole_matrices
+from megatron_eopt.step.nonfinite import NonFinite
 from tests.optimizers.on_gpu import masking
 from tests.optimizers.several import run as run_all
 from tests.optimizers.several import set_gradients

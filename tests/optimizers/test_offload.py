@@ -17,9 +17,9 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_eopt import TensorParallelMuon
-from megatron_eopt.optimizers import offload
-from megatron_eopt.optimizers.offload import Streamed
-from megatron_eopt.optimizers.state import on_host
+from megatron_eopt.step import offload
+from megatron_eopt.step.offload import Streamed
+from megatron_eopt.step.state import on_host
 from tests.optimizers.family import build, having
 from tests.optimizers.field import drawn
 from tests.optimizers.on_gpu import masking

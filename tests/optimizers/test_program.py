@@ -6,7 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_eopt import PolarGrad, TensorParallelAdaptiveMuon, TensorParallelMuon
-from megatron_eopt.optimizers.step import scaled
+from megatron_eopt.step.step import scaled
 
 SHAPES = [(24, 16), (16, 40), (33, 12)]
 

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_eopt.optimizers import foreach
-from megatron_eopt.optimizers.rounding import between, noise_of, store
+from megatron_eopt.step import foreach
+from megatron_eopt.step.rounding import between, noise_of, store
 
 WORD = 2**32
 ALL_NOISES = torch.arange(2**16, dtype=torch.int32)

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from megatron_eopt.matrices import GATE_UP, experts, query_key_value
-from megatron_eopt.optimizers import whole_matrices
 from megatron_eopt.optimizers.soap import SOAP
+from megatron_eopt.step import whole_matrices
 from tests.optimizers.several import parameters, run, set_gradients
 from tests.optimizers.soap_reference import SETTINGS
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from megatron_eopt.kernels.products import Blocked
 from megatron_eopt.optimizers.soap import SOAP
-from megatron_eopt.orthogonalize.products import Blocked
 from tests.optimizers.several import gradients_of, parameters, run
 from tests.optimizers.soap_reference import SETTINGS, SHAPES
 

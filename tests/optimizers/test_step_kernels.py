@@ -26,8 +26,8 @@ from megatron_eopt.matrices import (
     query_key_value,
     transposed,
 )
-from megatron_eopt.optimizers import step_kernels
 from megatron_eopt.optimizers.heavy_ball_muon import HeavyBallMuon
+from megatron_eopt.step import step_kernels
 from tests.distributed.ranks import run_ranks
 from tests.distributed.shards import cut, groups_of, placed, sharded
 from tests.optimizers.family import build, having

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.orthogonalize.test_triton_kernel_compiled import TARGETS, compiles, resources
+from tests.kernels.test_triton_kernel_compiled import TARGETS, compiles, resources
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -65,7 +65,7 @@ def compiled(kernel, constants, target):
     """Shared memory, machine code, registers and bytes spilled."""
     import triton.language as tl
 
-    from megatron_eopt.optimizers.triton_step import OPTIONS
+    from megatron_eopt.kernels.triton_step import OPTIONS
 
     dtypes = {name: getattr(tl, x) if isinstance(x, str) else x for name, x in constants.items()}
     arguments = [name for name in kernel.arg_names if name not in dtypes]
@@ -83,7 +83,7 @@ def compile_all(target):
     """Compile each variant, and say what is wrong; None where triton is too old."""
     from triton.compiler import ASTSource
 
-    from megatron_eopt.optimizers import triton_step
+    from megatron_eopt.kernels import triton_step
 
     if "constexprs" not in inspect.signature(ASTSource.__init__).parameters:
         return None

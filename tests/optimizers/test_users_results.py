@@ -5,7 +5,7 @@ import torch
 
 from megatron_eopt import Muon, MuonHyperball, TensorParallelAdaptiveMuon, TensorParallelMuon
 from megatron_eopt.optimizers import MarsMuon
-from megatron_eopt.optimizers.nonfinite import MAX_IN_A_ROW
+from megatron_eopt.step.nonfinite import MAX_IN_A_ROW
 from tests.optimizers.field import gradient, matrix
 from tests.optimizers.on_gpu import masking
 from tests.optimizers.test_orthogonalized import optimizer

@@ -9,10 +9,10 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
+from megatron_eopt.kernels.precision import fp32_products
+from megatron_eopt.kernels.products import Products
 from megatron_eopt.orthogonalize.coefficients import Coefficients, composite_range
 from megatron_eopt.orthogonalize.forms import UNIT_IN_FP16, Preset, Restarts, iterate_gram, iterate_gram_fp16
-from megatron_eopt.orthogonalize.precision import fp32_products
-from megatron_eopt.orthogonalize.products import Products
 
 SPECTRA = ("gaussian", "cond_1e3", "cond_1e7", "rank_10", "spikes", "harmonic")
 

@@ -6,9 +6,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_eopt.kernels.precision import fp32_products
 from megatron_eopt.orthogonalize import bases
 from megatron_eopt.orthogonalize.bases import by_products, eigenvectors, orthonormal_columns
-from megatron_eopt.orthogonalize.precision import fp32_products
 from tests.optimizers.field import drawn
 
 DTYPES = [torch.float32, torch.float64]

@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megatron_eopt.kernels.precision import gram_dtype
+from megatron_eopt.kernels.products import Blocked, Products, mean_of_triangles
 from megatron_eopt.orthogonalize import get_coefficients, newton_schulz
 from megatron_eopt.orthogonalize.forms import (
     PRESETS,
@@ -18,8 +20,6 @@ from megatron_eopt.orthogonalize.forms import (
     restarts_for,
 )
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
-from megatron_eopt.orthogonalize.precision import gram_dtype
-from megatron_eopt.orthogonalize.products import Blocked, Products, mean_of_triangles
 from megatron_eopt.parallel.schemes.whole import orthogonalized
 from tests.orthogonalize.simulation import PUBLISHED_ERRORS, Rounded
 from tests.orthogonalize.test_newton_schulz import exact, gaussian, relative

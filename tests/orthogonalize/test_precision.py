@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from megatron_eopt import OrthogonalizedOptimizer
+from megatron_eopt.kernels.precision import fp32_products
+from megatron_eopt.kernels.products import Products
 from megatron_eopt.orthogonalize import newton_schulz
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
-from megatron_eopt.orthogonalize.precision import fp32_products
-from megatron_eopt.orthogonalize.products import Products
 
 CUDA = torch.backends.cuda.matmul
 SUMS = "allow_fp16_reduced_precision_reduction"

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch.optim import Adam, AdamW
 
-from megatron_eopt.optimizers.parameters import parameters_in
+from megatron_eopt.step.parameters import parameters_in
 
 STEP = "step"
 

@@ -18,8 +18,8 @@ from megatron_eopt.megatron.checkpoints.refusals import (
 )
 from megatron_eopt.megatron.checkpoints.sharding import Sharded, sharded_tensors, stacked_index, state_key
 from megatron_eopt.megatron.checkpoints.stored import Stored
-from megatron_eopt.optimizers.modifiers import OPTIONAL
-from megatron_eopt.optimizers.state import MOMENTUM_BUFFER
+from megatron_eopt.step.modifiers import OPTIONAL
+from megatron_eopt.step.state import MOMENTUM_BUFFER
 
 
 def fit(optimizers: Sequence[StateDict], stored: Stored) -> None:

@@ -30,14 +30,14 @@ from megatron_eopt.megatron.checkpoints.whole import resumed
 from megatron_eopt.megatron.fused import in_shards
 from megatron_eopt.megatron.parameters import ModelParameter
 from megatron_eopt.megatron.wrappers import torch_optimizers
-from megatron_eopt.optimizers.base import BaseOptimizer
-from megatron_eopt.optimizers.parameters import local
-from megatron_eopt.optimizers.state import NO_SETTINGS, SIDES, Dim, StateTensor
 from megatron_eopt.parallel.dtensor import layout_of_dtensor
 from megatron_eopt.parallel.layout import split_layout
 from megatron_eopt.redirect import Original, around
 from megatron_eopt.registry import list_optimizers
 from megatron_eopt.routing import to_json
+from megatron_eopt.step.base import BaseOptimizer
+from megatron_eopt.step.parameters import local
+from megatron_eopt.step.state import NO_SETTINGS, SIDES, Dim, StateTensor
 
 _TO_LOAD = ""  # what a checkpoint fills in
 

@@ -19,11 +19,11 @@ from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.agreement import say
 from megatron_eopt.megatron.support.run import on
 from megatron_eopt.megatron.wrappers import torch_optimizers
-from megatron_eopt.optimizers.base import BaseOptimizer
-from megatron_eopt.optimizers.state import NO_SETTINGS
 from megatron_eopt.orthogonalize.coefficients import name_of_schedule
 from megatron_eopt.routing.patterns import compressed as boxes_of
 from megatron_eopt.routing.settings import settings_of_groups
+from megatron_eopt.step.base import BaseOptimizer
+from megatron_eopt.step.state import NO_SETTINGS
 
 OPTIMIZERS = "optimizers of megatron_eopt"  # no name of Megatron's, so nothing is merged into it
 MAIN_PARAMETERS = "fp32_from_fp16_params"

@@ -10,9 +10,9 @@ from megatron_eopt.checkpoints.states import BLOCK, MAIN, Block, StateDict, base
 from megatron_eopt.megatron.agreement import distinct, union
 from megatron_eopt.megatron.checkpoints.sharding import sharded_tensors
 from megatron_eopt.megatron.checkpoints.stored import Stored
-from megatron_eopt.optimizers.modifiers import OPTIONAL
-from megatron_eopt.optimizers.state import MOMENTUM_BUFFER
 from megatron_eopt.registry import list_optimizers, optimizer_class
+from megatron_eopt.step.modifiers import OPTIONAL
+from megatron_eopt.step.state import MOMENTUM_BUFFER
 
 FORMAT = 1  # of what this package writes down; it grows when an older release could not read a checkpoint any more
 FRESH = "pass --no-load-optim to load the weights alone and start with fresh optimizer state"

@@ -18,11 +18,11 @@ from megatron_eopt.megatron.checkpoints import matching, sharding
 from megatron_eopt.megatron.checkpoints.loading import report_changes
 from megatron_eopt.megatron.checkpoints.refusals import FORMAT
 from megatron_eopt.megatron.wrappers import model_parameters
-from megatron_eopt.optimizers.base import BaseOptimizer
-from megatron_eopt.optimizers.parameters import local, parameters_in
-from megatron_eopt.optimizers.state import NO_SETTINGS, StateTensor
 from megatron_eopt.registry import BUILT_AS
 from megatron_eopt.routing import to_json
+from megatron_eopt.step.base import BaseOptimizer
+from megatron_eopt.step.parameters import local, parameters_in
+from megatron_eopt.step.state import NO_SETTINGS, StateTensor
 
 
 class SavedState:

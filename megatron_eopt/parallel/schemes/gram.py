@@ -8,6 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from megatron_eopt.kernels.products import over_norms, scaled, square_work
 from megatron_eopt.orthogonalize.forms import (
     UNIT_IN_FP16,
     gram_factor,
@@ -15,7 +16,6 @@ from megatron_eopt.orthogonalize.forms import (
     multiplied,
     nonzero,
 )
-from megatron_eopt.orthogonalize.products import over_norms, scaled, square_work
 from megatron_eopt.parallel.collectives import all_gather, all_reduce, broadcast, reduce, reduce_scatter
 from megatron_eopt.parallel.exchange import Factors
 from megatron_eopt.parallel.records import in_rounds

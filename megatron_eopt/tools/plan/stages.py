@@ -13,13 +13,13 @@ from megatron_eopt.megatron.factory import OptimizerOfRun
 from megatron_eopt.megatron.fused import tag
 from megatron_eopt.megatron.manifest import rows_here
 from megatron_eopt.megatron.wrappers import OptimizerParameter
-from megatron_eopt.optimizers.base import BaseOptimizer
-from megatron_eopt.optimizers.parameters import NAME, local
 from megatron_eopt.parallel.attributes import is_expert
 from megatron_eopt.parallel.deal import deal, to_and_fro
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, create_emerging_optimizer
 from megatron_eopt.routing import ManifestRow
 from megatron_eopt.screen import megabytes
+from megatron_eopt.step.base import BaseOptimizer
+from megatron_eopt.step.parameters import NAME, local
 
 
 def planned_stage(run: OptimizerOfRun, overrides: Overrides) -> tuple[list[ManifestRow], str]:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_eopt.orthogonalize.triton_launch import Call, Launcher
+from megatron_eopt.kernels.triton_launch import Call, Launcher
 
 _BLOCK = 8192  # entries of which a program adds the squares
 _WIDE, _SIDE = 4096, 64  # entries of a tile of a quotient; a side, where one of both is transposed
@@ -26,7 +26,7 @@ def normalized(
     propagate_nan: bool,
     into: Tensor | None,
 ) -> Tensor:
-    """See :class:`~megatron_eopt.orthogonalize.products.Products`."""
+    """See :class:`~megatron_eopt.kernels.products.Products`."""
     if not (x.is_contiguous() or x.mT.is_contiguous()):
         x = x.contiguous()
     out = torch.empty(x.shape, dtype=dtype, device=x.device) if into is None else into

@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_eopt.orthogonalize import triton_norms
-from megatron_eopt.orthogonalize.products import Fp32Precision, Products
-from megatron_eopt.orthogonalize.triton_launch import Call, Launcher
+from megatron_eopt.kernels import triton_norms
+from megatron_eopt.kernels.products import Fp32Precision, Products
+from megatron_eopt.kernels.triton_launch import Call, Launcher
 
 
 @dataclass(frozen=True)
@@ -116,11 +116,11 @@ class Triton(Products):
     tiles: Tiles | None = None  # those of the fixed table where there are none
 
     def share(self, rows: int) -> float:
-        """See :class:`~megatron_eopt.orthogonalize.products.Products`."""
+        """See :class:`~megatron_eopt.kernels.products.Products`."""
         return 0.5
 
     def gram(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """See :class:`~megatron_eopt.orthogonalize.products.Products`."""
+        """See :class:`~megatron_eopt.kernels.products.Products`."""
         return symmetric_product(
             x,
             x,
@@ -139,7 +139,7 @@ class Triton(Products):
         alpha: float,
         out: Tensor | None = None,
     ) -> Tensor:
-        """See :class:`~megatron_eopt.orthogonalize.products.Products`."""
+        """See :class:`~megatron_eopt.kernels.products.Products`."""
         # b is symmetric: A B = A B^T
         precision = self.input_precision
         tiles = self.tiles
@@ -163,7 +163,7 @@ class Triton(Products):
         propagate_nan: bool = True,
         into: Tensor | None = None,
     ) -> Tensor:
-        """See :class:`~megatron_eopt.orthogonalize.products.Products`."""
+        """See :class:`~megatron_eopt.kernels.products.Products`."""
         serves = triton_norms.normalized if dtype.itemsize == 2 and x.numel() else super().normalized
         return serves(x, dtype, unit=unit, propagate_nan=propagate_nan, into=into)
 

@@ -15,7 +15,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from megatron_eopt.optimizers.step import Batch
+from megatron_eopt.step.step import Batch
 
 Replay = Callable[[], None]
 

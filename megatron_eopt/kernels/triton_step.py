@@ -1,8 +1,8 @@
 """Triton kernels for the elementwise half of a step, and for second moments.
 
-Each does for many shards at once what :mod:`~megatron_eopt.optimizers.foreach` does in several passes, and rounds where
+Each does for many shards at once what :mod:`~megatron_eopt.step.foreach` does in several passes, and rounds where
 that rounds. A table in memory of the device has a row of numbers for each piece: see
-:class:`~megatron_eopt.optimizers.step_kernels.Piece`. With TRITON_INTERPRET=1 they are interpreted, for tests.
+:class:`~megatron_eopt.step.step_kernels.Piece`. With TRITON_INTERPRET=1 they are interpreted, for tests.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_eopt.orthogonalize.triton_launch import Call, Launcher
+from megatron_eopt.kernels.triton_launch import Call, Launcher
 
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}  # only fma() is fused, as torch's lerp and add are
 
@@ -71,7 +71,7 @@ def _number_of(x, ON_DEVICE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _mixed(x):  # type: ignore[no-untyped-def]
-    """fmix32 of MurmurHash3, as in :func:`~megatron_eopt.optimizers.rounding.mixed`."""
+    """fmix32 of MurmurHash3, as in :func:`~megatron_eopt.step.rounding.mixed`."""
     x ^= x >> 16
     x *= 0x85EBCA6B
     x ^= x >> 13

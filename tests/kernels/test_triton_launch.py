@@ -5,10 +5,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from megatron_eopt.orthogonalize import triton_kernel
-from megatron_eopt.orthogonalize.triton_kernel import Tiles, symmetric_product
-from megatron_eopt.orthogonalize.triton_launch import Launcher
-from tests.orthogonalize.launched import Compiled, binding
+from megatron_eopt.kernels import triton_kernel
+from megatron_eopt.kernels.triton_kernel import Tiles, symmetric_product
+from megatron_eopt.kernels.triton_launch import Launcher
+from tests.kernels.launched import Compiled, binding
 
 pytestmark = pytest.mark.skipif(
     triton_kernel.INTERPRETED or torch.cuda.is_available(), reason="Triton would launch, or interpret"

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from megatron_eopt.optimizers import foreach
-from megatron_eopt.optimizers.step import Batch, Step, cast_to_average
-from megatron_eopt.optimizers.users_functions import checked
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.scheduler import Program, resume
+from megatron_eopt.step import foreach
+from megatron_eopt.step.step import Batch, Step, cast_to_average
+from megatron_eopt.step.users_functions import checked
 
 
 def users_step(

@@ -7,14 +7,13 @@ from math import inf
 import torch
 from torch import Tensor
 
-from megatron_eopt.optimizers.base import BaseOptimizer
-from megatron_eopt.optimizers.modifiers import OPTIONAL, RADIUS, holds, needs_norm, without_matrix
-from megatron_eopt.optimizers.orthogonalized import OrthogonalizedOptimizer
-from megatron_eopt.optimizers.parameters import local
-from megatron_eopt.optimizers.state import StateTensor
-from megatron_eopt.optimizers.weight_step import norms_of_shards
 from megatron_eopt.orthogonalize.forms import nonzero
 from megatron_eopt.parallel.records import Matrix
+from megatron_eopt.step.base import BaseOptimizer
+from megatron_eopt.step.modifiers import OPTIONAL, RADIUS, holds, needs_norm, without_matrix
+from megatron_eopt.step.parameters import local
+from megatron_eopt.step.state import StateTensor
+from megatron_eopt.step.weight_step import norms_of_shards
 
 
 def radius_tensors(ends: Sequence[str], optional: bool) -> list[StateTensor]:
@@ -25,7 +24,7 @@ def radius_tensors(ends: Sequence[str], optional: bool) -> list[StateTensor]:
     return tensors
 
 
-def find_norms(optimizer: OrthogonalizedOptimizer) -> None:
+def find_norms(optimizer: BaseOptimizer) -> None:
     """Measure the norms to hold; refuse weights that would never move."""
     settled = optimizer._session.settled
     needing = list[Tensor]()
@@ -93,7 +92,7 @@ def followed(optimizer: BaseOptimizer, held: Sequence[Tensor]) -> Iterator[None]
     torch._foreach_mul_(radii, ratios.unbind())
 
 
-def drop_unused(optimizer: OrthogonalizedOptimizer) -> list[str]:
+def drop_unused(optimizer: BaseOptimizer) -> list[str]:
     """Drop loaded state that no modifier keeps; returns its keys."""
     dropped = set[str]()
     for parameter in optimizer._parameters():

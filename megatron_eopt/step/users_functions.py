@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_eopt.optimizers.parameters import local
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.exchange import cut_out, gather
 from megatron_eopt.parallel.records import Matrix
 from megatron_eopt.parallel.rectangles import cut_dimension
 from megatron_eopt.settings.groups import warn
 from megatron_eopt.settings.of_class import class_of_ours
+from megatron_eopt.step.parameters import local
 
 OF_USERS = ("orthogonalize", "scaled_orthogonalize_fn", "orthogonalize_fn", "scale_factor_fn")
 """Methods that users may override where updates are orthogonalized."""

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from megatron_eopt.optimizers.modifiers import without_matrix
-from megatron_eopt.optimizers.nonfinite import listed
-from megatron_eopt.optimizers.parameters import local
-from megatron_eopt.optimizers.state import (
+from megatron_eopt.settings.groups import plain, warn
+from megatron_eopt.settings.of_class import class_of_ours, settings_of
+from megatron_eopt.step.modifiers import without_matrix
+from megatron_eopt.step.nonfinite import listed
+from megatron_eopt.step.parameters import local
+from megatron_eopt.step.state import (
     STATE_OF,
     Described,
     Layouts,
@@ -25,8 +27,6 @@ from megatron_eopt.optimizers.state import (
     expected_shape,
     shape_of,
 )
-from megatron_eopt.settings.groups import plain, warn
-from megatron_eopt.settings.of_class import class_of_ours, settings_of
 
 logger = logging.getLogger(__name__)
 

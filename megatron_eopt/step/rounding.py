@@ -9,8 +9,8 @@ They are made by 32-bit integer arithmetic, with the same result on every device
 import torch
 from torch import Tensor
 
-from megatron_eopt.optimizers import foreach
-from megatron_eopt.optimizers.foreach import Tensors
+from megatron_eopt.step import foreach
+from megatron_eopt.step.foreach import Tensors
 
 _LARGEST = torch.finfo(torch.bfloat16).max
 _OF_ENTRY = 16  # bytes of the copies that are in memory of an entry at a time

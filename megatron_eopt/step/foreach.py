@@ -1,7 +1,7 @@
 """Elementwise parts of a step, as multi-tensor operations.
 
 If not ``ok``, parameters and state do not change, and the device is not asked: see
-:mod:`~megatron_eopt.optimizers.nonfinite`. With a flag equal small tensors are worked on as stacks, to save launches,
+:mod:`~megatron_eopt.step.nonfinite`. With a flag equal small tensors are worked on as stacks, to save launches,
 and large ones by themselves.
 """
 
@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_eopt.optimizers.nonfinite import Flag
 from megatron_eopt.settings.records import DecayMethod
 from megatron_eopt.settings.values import Scalar
+from megatron_eopt.step.nonfinite import Flag
 
 Tensors = Sequence[Tensor]
 MomentumRule = Callable[[Tensors, Tensors, float, bool, Flag], list[Tensor]]

@@ -12,9 +12,9 @@ from itertools import chain, zip_longest
 import torch
 from torch import Tensor
 
-from megatron_eopt.optimizers.state import MOMENTUM_BUFFER
-from megatron_eopt.optimizers.step import Batch, Step
 from megatron_eopt.parallel.scheduler import Program, resume
+from megatron_eopt.step.state import MOMENTUM_BUFFER
+from megatron_eopt.step.step import Batch, Step
 
 Event = torch.cuda.Event | None  # None on a CPU, where all that was asked for is done
 

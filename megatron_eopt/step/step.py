@@ -10,13 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_eopt.optimizers import foreach
-from megatron_eopt.optimizers.foreach import MomentumRule, Tensors
-from megatron_eopt.optimizers.modifiers import RADIUS, holds
-from megatron_eopt.optimizers.nonfinite import Flag
-from megatron_eopt.optimizers.rounding import store
-from megatron_eopt.optimizers.state import MOMENTUM_BUFFER
-from megatron_eopt.optimizers.weight_step import (
+from megatron_eopt.parallel.engine import Engine
+from megatron_eopt.parallel.records import Matrix
+from megatron_eopt.parallel.rectangles import Shape
+from megatron_eopt.parallel.scheduler import Shards
+from megatron_eopt.parallel.statistics import StatisticsRequest
+from megatron_eopt.settings.groups import MOMENTUM_STEPS
+from megatron_eopt.settings.records import DecayMethod
+from megatron_eopt.settings.values import Scalar
+from megatron_eopt.step import foreach
+from megatron_eopt.step.foreach import MomentumRule, Tensors
+from megatron_eopt.step.modifiers import RADIUS, holds
+from megatron_eopt.step.nonfinite import Flag
+from megatron_eopt.step.rounding import store
+from megatron_eopt.step.state import MOMENTUM_BUFFER
+from megatron_eopt.step.weight_step import (
     decay_cautiously,
     move,
     norms_of_shards,
@@ -26,14 +34,6 @@ from megatron_eopt.optimizers.weight_step import (
     squares_of_shards,
     write_back,
 )
-from megatron_eopt.parallel.engine import Engine
-from megatron_eopt.parallel.records import Matrix
-from megatron_eopt.parallel.rectangles import Shape
-from megatron_eopt.parallel.scheduler import Shards
-from megatron_eopt.parallel.statistics import StatisticsRequest
-from megatron_eopt.settings.groups import MOMENTUM_STEPS
-from megatron_eopt.settings.records import DecayMethod
-from megatron_eopt.settings.values import Scalar
 
 Scales = Sequence[float | Tensor]  # of logical matrices
 

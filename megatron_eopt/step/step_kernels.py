@@ -1,6 +1,6 @@
 """The elementwise half of a step in two launches for many shards.
 
-What :mod:`~megatron_eopt.optimizers.foreach` does in several passes over memory, two kernels of Triton do in one each:
+What :mod:`~megatron_eopt.step.foreach` does in several passes over memory, two kernels of Triton do in one each:
 from the gradient to the bucket, and from the orthogonal factor to the weight. A second moment is a third pass between
 them. torch's passes are the reference, and what a CPU takes; the kernels round where these do.
 
@@ -20,15 +20,15 @@ import torch
 from torch import Tensor
 
 from megatron_eopt.matrices import LocalRows
-from megatron_eopt.optimizers import foreach
-from megatron_eopt.optimizers.foreach import Tensors
-from megatron_eopt.optimizers.modifiers import MOMENT2_BUFFER
-from megatron_eopt.optimizers.state import PREVIOUS_GRADIENT
-from megatron_eopt.optimizers.step import Batch
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.scheduler import Rows
 from megatron_eopt.settings.groups import MOMENTUM_STEPS
 from megatron_eopt.settings.values import Scalar
+from megatron_eopt.step import foreach
+from megatron_eopt.step.foreach import Tensors
+from megatron_eopt.step.modifiers import MOMENT2_BUFFER
+from megatron_eopt.step.state import PREVIOUS_GRADIENT
+from megatron_eopt.step.step import Batch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -133,7 +133,7 @@ class StepKernels:
         """Update momenta, and write what is orthogonalized to ``updates``.
 
         These are this rank's shards of all logical matrices, in any dtype. ``heavy`` takes
-        :func:`~megatron_eopt.optimizers.foreach.heavy_ball` in place of the average. Returns norms of gradients' and of
+        :func:`~megatron_eopt.step.foreach.heavy_ball` in place of the average. Returns norms of gradients' and of
         updates' tiles, if measured. With ``corrections`` gradients are MARS's, and are kept: see :meth:`corrected`.
         """
         constants = {"HEAVY": heavy, "MEASURED": measured, "AVERAGED": False}
@@ -144,7 +144,7 @@ class StepKernels:
 
         ``corrections``, (matrices, 2) in fp32, have weight and factor of each matrix.
         """
-        from megatron_eopt.optimizers.triton_step import corrections_kernel
+        from megatron_eopt.kernels.triton_step import corrections_kernel
 
         batches = [self._readable(batch) for batch in batches]
         launches = self._launches(corrections_kernel, batches, updates, ("gradient", "previous"), {})
@@ -168,7 +168,7 @@ class StepKernels:
         constants: dict[str, bool],
         corrections: Tensor | None = None,
     ) -> tuple[list[Tensor], ...]:
-        from megatron_eopt.optimizers.triton_step import momentum_kernel
+        from megatron_eopt.kernels.triton_step import momentum_kernel
 
         batches = [self._readable(batch) for batch in batches]
         sides = ["gradient", "momentum", "weight"]
@@ -189,7 +189,7 @@ class StepKernels:
 
     def moments(self, batches: Sequence[Batch], factors: Tensors, measured: bool) -> tuple[list[Tensor], ...]:
         """``v <- EMA(O^2)``; norms of tiles of ``O``, and of ``O / (sqrt(v) + eps)``, if measured."""
-        from megatron_eopt.optimizers.triton_step import moment_kernel
+        from megatron_eopt.kernels.triton_step import moment_kernel
 
         launches = self._launches(moment_kernel, batches, factors, ("moment",), {"MEASURED": measured})
         wanted = 2 if measured else 0
@@ -202,7 +202,7 @@ class StepKernels:
 
     def products_of_weights(self, batches: Sequence[Batch], factors: Tensors) -> tuple[list[Tensor], ...]:
         """Norms of weights, of factors, and of the positive and the negative products of both."""
-        from megatron_eopt.optimizers.triton_step import products_kernel
+        from megatron_eopt.kernels.triton_step import products_kernel
 
         launches = self._launches(products_kernel, batches, factors, ("weight",), {})
         norms = [_room(x, factors, 4) for x in launches]
@@ -212,7 +212,7 @@ class StepKernels:
 
     def norms_of_lines(self, batches: Sequence[Batch], factors: Tensors, by_rows: Sequence[bool]) -> list[Tensor]:
         """Norms of parts of rows, (rows x tiles), or of columns, (tiles x columns)."""
-        from megatron_eopt.optimizers.triton_step import lines_kernel
+        from megatron_eopt.kernels.triton_step import lines_kernel
 
         lines = [_ROWS if of_rows else _COLUMNS for of_rows in by_rows]
         norms = [x.new_empty(x.shape if x.numel() == 0 else (0, 0), dtype=torch.float64) for x in factors]
@@ -234,7 +234,7 @@ class StepKernels:
         ``scales`` are one for each logical matrix: numbers, or tensors on the device, () or for its rows, (rows x 1),
         or columns, (1 x columns). ``divided`` divides factors by ``sqrt(v) + eps`` of second moments before.
         """
-        from megatron_eopt.optimizers.triton_step import subtract_kernel
+        from megatron_eopt.kernels.triton_step import subtract_kernel
 
         of_matrices = [scale for scale in scales if isinstance(scale, Tensor)]
         joined = torch.cat([scale.view(-1) for scale in of_matrices]).float() if of_matrices else None
@@ -249,8 +249,8 @@ class StepKernels:
             launch(subtract_kernel, x, _flag(batch), factors[x.first], *_rates(batch), scale, eps)
 
     def rotate(self, batches: Sequence[Batch], factors: Tensors, coefficients: Tensor) -> None:
-        """Apply :func:`~megatron_eopt.optimizers.weight_step.move` with coefficients in fp32."""
-        from megatron_eopt.optimizers.triton_step import subtract_kernel
+        """Apply :func:`~megatron_eopt.step.weight_step.move` with coefficients in fp32."""
+        from megatron_eopt.kernels.triton_step import subtract_kernel
 
         constants = {"SCALES_ON_DEVICE": True, "DIVIDED": False, "ON_SPHERE": True}
         for x in self._launches(subtract_kernel, batches, factors, ("weight",), constants):
@@ -465,7 +465,7 @@ def _compiled(
     lines: int,
     constants: dict[str, bool],
 ) -> Launch:
-    from megatron_eopt.optimizers.triton_step import INTERPRETED, triton_dtype
+    from megatron_eopt.kernels.triton_step import INTERPRETED, triton_dtype
 
     first = pieces[0].matrix
     n = pieces[0].parameter
@@ -573,7 +573,7 @@ def on_device(table: Tensor, device: torch.device) -> Tensor:
 
 def launch(kernel: Any, x: Launch, flag: Tensor, *numbers: Any) -> None:
     """Start a kernel on the device of its tensors, which come before its numbers."""
-    from megatron_eopt.optimizers.triton_step import OPTIONS, launchers
+    from megatron_eopt.kernels.triton_step import OPTIONS, launchers
 
     tensors = [x.table, flag, *takewhile(lambda y: isinstance(y, Tensor), numbers)]
     rest = (*numbers[len(tensors) - 2 :], x.tiles)

@@ -16,11 +16,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from megatron_eopt.matrices import is_transposed
-from megatron_eopt.optimizers.parameters import SAVED_BY_LAYOUT, local
 from megatron_eopt.parallel.dtensor import lies_alike
 from megatron_eopt.parallel.layout import Layout
 from megatron_eopt.parallel.rectangles import Shape
 from megatron_eopt.settings.groups import warn
+from megatron_eopt.step.parameters import SAVED_BY_LAYOUT, local
 
 logger = logging.getLogger(__name__)
 

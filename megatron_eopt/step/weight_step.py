@@ -1,4 +1,4 @@
-"""The mathematics of :mod:`~megatron_eopt.optimizers.modifiers`, over lists of shards."""
+"""The mathematics of :mod:`~megatron_eopt.step.modifiers`, over lists of shards."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_eopt.optimizers import foreach
-from megatron_eopt.optimizers.foreach import Tensors
 from megatron_eopt.orthogonalize.forms import nonzero
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.records import Matrix
 from megatron_eopt.parallel.statistics import StatisticsRequest, norms_of
+from megatron_eopt.step import foreach
+from megatron_eopt.step.foreach import Tensors
 
 
 def decay_cautiously(weights: Tensors, updates: Tensors, factor: Tensor) -> None:

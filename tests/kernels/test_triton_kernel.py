@@ -39,13 +39,13 @@ def wide_case(function):
 
 
 def product(a, b, c=None, **more):
-    from megatron_eopt.orthogonalize.triton_kernel import symmetric_product
+    from megatron_eopt.kernels.triton_kernel import symmetric_product
 
     return symmetric_product(a, b, c, **more)
 
 
 def tiles(width, band):
-    from megatron_eopt.orthogonalize.triton_kernel import Tiles
+    from megatron_eopt.kernels.triton_kernel import Tiles
 
     return Tiles(width, 16, band)
 
@@ -201,7 +201,7 @@ def empty():
 
 @case
 def half_the_tiles():
-    from megatron_eopt.orthogonalize import triton_kernel, triton_launch
+    from megatron_eopt.kernels import triton_kernel, triton_launch
 
     grids, kernel, launch = [], triton_kernel._kernel, triton_kernel._launch
     recorder = type("Recorder", (), {"__getitem__": lambda self, grid: grids.append(grid) or kernel[grid]})()
@@ -217,7 +217,7 @@ def half_the_tiles():
 
 
 def normalized(x, dtype, **more):
-    from megatron_eopt.orthogonalize.triton_kernel import Triton
+    from megatron_eopt.kernels.triton_kernel import Triton
 
     return Triton().normalized(x, dtype, **more)
 
@@ -283,8 +283,8 @@ def norms_of_nothing():
 @case
 def factors_are_those_of_torch():
     """The whole iteration in 16 bits, of either form, with quotients by kernels."""
+    from megatron_eopt.kernels.triton_kernel import Triton
     from megatron_eopt.orthogonalize import newton_schulz
-    from megatron_eopt.orthogonalize.triton_kernel import Triton
 
     for shape in ((40, 24), (3, 20, 70)):
         x = gaussian(*shape)
@@ -319,7 +319,7 @@ def run(code, interpret, **environment):
 
 @functools.cache
 def outcomes(*which):
-    return run(["-m", "tests.orthogonalize.test_triton_kernel", *which], interpret=DEVICE == "cpu")
+    return run(["-m", "tests.kernels.test_triton_kernel", *which], interpret=DEVICE == "cpu")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -334,7 +334,7 @@ def test_kernel_in_more_cases(name):
 
 
 def test_is_imported_with_the_kernel_alone():
-    code = "import sys, json, megatron_eopt.orthogonalize.kernels; print(json.dumps('triton' in sys.modules))"
+    code = "import sys, json, megatron_eopt.kernels.choice; print(json.dumps('triton' in sys.modules))"
     assert run(["-c", code], interpret=False) is False
 
 

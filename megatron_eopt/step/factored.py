@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from megatron_eopt.kernels.choice import products_for
 from megatron_eopt.matrices import WHOLE, Split
-from megatron_eopt.optimizers.foreach import where
-from megatron_eopt.optimizers.held_norms import begin_norms, followed, radius_tensors
-from megatron_eopt.optimizers.nonfinite import Flag
-from megatron_eopt.optimizers.parameters import names_of_last
-from megatron_eopt.optimizers.state import StateTensor
-from megatron_eopt.optimizers.whole_matrices import CLOCK, EXP_AVG, WEIGHT, MatrixStack, ParameterStep, StackedOptimizer
-from megatron_eopt.orthogonalize.kernels import products_for
 from megatron_eopt.parallel.attributes import is_expert
 from megatron_eopt.parallel.layout import Layout, on_one_rank, shared_out
 from megatron_eopt.settings.records import FACTOR_PRECISION, Setting
+from megatron_eopt.step.foreach import where
+from megatron_eopt.step.held_norms import begin_norms, followed, radius_tensors
+from megatron_eopt.step.nonfinite import Flag
+from megatron_eopt.step.parameters import names_of_last
+from megatron_eopt.step.state import StateTensor
+from megatron_eopt.step.whole_matrices import CLOCK, EXP_AVG, WEIGHT, MatrixStack, ParameterStep, StackedOptimizer
 
 STEPS = "steps"
 KERNEL = "symmetric_products"

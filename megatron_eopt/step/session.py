@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_eopt.optimizers.cuda_graph import GraphedUpdate
-from megatron_eopt.optimizers.nonfinite import Flag, NonFinite, WithoutGradients
-from megatron_eopt.optimizers.offload import Streamed
-from megatron_eopt.optimizers.step_kernels import StepKernels
 from megatron_eopt.parallel.engine import Engine
+from megatron_eopt.step.cuda_graph import GraphedUpdate
+from megatron_eopt.step.nonfinite import Flag, NonFinite, WithoutGradients
+from megatron_eopt.step.offload import Streamed
+from megatron_eopt.step.step_kernels import StepKernels
 
 
 @dataclass

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megatron_eopt.optimizers.parameters import has_dtensors, local, parameter_names, parameters_in
+from megatron_eopt.step.parameters import has_dtensors, local, parameter_names, parameters_in
 
 logger = logging.getLogger(__name__)
 

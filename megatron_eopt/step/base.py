@@ -14,8 +14,21 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from megatron_eopt.kernels.choice import check_kernel
+from megatron_eopt.kernels.precision import outside_autocast
 from megatron_eopt.matrices import ATTRIBUTE, WHOLE, Split, declared_split, is_transposed, split_of
-from megatron_eopt.optimizers.loaded_state import (
+from megatron_eopt.orthogonalize.choices import check_count, check_named
+from megatron_eopt.parallel.chunks import ParamSpec
+from megatron_eopt.parallel.collectives import CollectiveError, counters, lowest
+from megatron_eopt.parallel.engine import Engine
+from megatron_eopt.parallel.layout import Layout, split_layout
+from megatron_eopt.parallel.records import TpMode
+from megatron_eopt.parallel.workspace import Workspace
+from megatron_eopt.settings import groups as of_groups
+from megatron_eopt.settings.of_class import check_values, is_ours, misspelt, settings_of
+from megatron_eopt.settings.records import RECORDS, Setting
+from megatron_eopt.settings.values import without_dimensions
+from megatron_eopt.step.loaded_state import (
     apart,
     check_loaded,
     check_writer,
@@ -31,8 +44,8 @@ from megatron_eopt.optimizers.loaded_state import (
     without_hooks,
     without_host,
 )
-from megatron_eopt.optimizers.nonfinite import Flag, NonFinite, check_gradients, warn_of_fp16
-from megatron_eopt.optimizers.parameters import (
+from megatron_eopt.step.nonfinite import Flag, NonFinite, check_gradients, warn_of_fp16
+from megatron_eopt.step.parameters import (
     DescribedMatrix,
     TensorParallelGroups,
     check_parameters,
@@ -51,22 +64,9 @@ from megatron_eopt.optimizers.parameters import (
     scale_rows,
     sharing_groups,
 )
-from megatron_eopt.optimizers.session import Session, Settled
-from megatron_eopt.optimizers.state import STATE_OF, States, StateTensor, bytes_of_entry, forget_replaced
-from megatron_eopt.optimizers.users_functions import OF_USERS, warn_of_uncalled
-from megatron_eopt.orthogonalize.choices import check_count, check_named
-from megatron_eopt.orthogonalize.kernels import check_kernel
-from megatron_eopt.orthogonalize.precision import outside_autocast
-from megatron_eopt.parallel.chunks import ParamSpec
-from megatron_eopt.parallel.collectives import CollectiveError, counters, lowest
-from megatron_eopt.parallel.engine import Engine
-from megatron_eopt.parallel.layout import Layout, split_layout
-from megatron_eopt.parallel.records import TpMode
-from megatron_eopt.parallel.workspace import Workspace
-from megatron_eopt.settings import groups as of_groups
-from megatron_eopt.settings.of_class import check_values, is_ours, misspelt, settings_of
-from megatron_eopt.settings.records import RECORDS, Setting
-from megatron_eopt.settings.values import without_dimensions
+from megatron_eopt.step.session import Session, Settled
+from megatron_eopt.step.state import STATE_OF, States, StateTensor, bytes_of_entry, forget_replaced
+from megatron_eopt.step.users_functions import OF_USERS, warn_of_uncalled
 
 ATTRIBUTES = "attributes_of_parameters"  # in what is copied and pickled
 HOOKS = ("_optimizer_", "_zero_grad_")  # beginnings of attributes of torch's, which belong to one object
@@ -81,7 +81,7 @@ class BaseOptimizer(Optimizer):
     """Base class: checked groups, described state, finite gradients only.
 
     Gradients are not written to. A parameter stays as it is where its gradient is missing, and all do where one is not
-    finite: see :mod:`~megatron_eopt.optimizers.nonfinite`. A subclass defines its state (:meth:`state_tensors`), what a
+    finite: see :mod:`~megatron_eopt.step.nonfinite`. A subclass defines its state (:meth:`state_tensors`), what a
     group may have (:meth:`_check_group`) and its step (:meth:`_take`).
     """
 

@@ -16,18 +16,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megatron_eopt.optimizers.base import BaseOptimizer
-from megatron_eopt.optimizers.foreach import decay_power, stacked, where
-from megatron_eopt.optimizers.modifiers import RADIUS
-from megatron_eopt.optimizers.nonfinite import Flag
-from megatron_eopt.optimizers.parameters import (
-    DescribedMatrix,
-    check_matrix,
-    check_shard,
-    local,
-    names_of_last,
-)
-from megatron_eopt.optimizers.weight_step import on_spheres, squares_and_products
 from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.exchange import Spread
@@ -36,6 +24,18 @@ from megatron_eopt.parallel.records import Matrix
 from megatron_eopt.parallel.scheduler import rounds
 from megatron_eopt.parallel.workspace import IN_FLIGHT
 from megatron_eopt.settings.values import Scalar
+from megatron_eopt.step.base import BaseOptimizer
+from megatron_eopt.step.foreach import decay_power, stacked, where
+from megatron_eopt.step.modifiers import RADIUS
+from megatron_eopt.step.nonfinite import Flag
+from megatron_eopt.step.parameters import (
+    DescribedMatrix,
+    check_matrix,
+    check_shard,
+    local,
+    names_of_last,
+)
+from megatron_eopt.step.weight_step import on_spheres, squares_and_products
 
 CLOCK = "clock"  # setting of a group: steps of the optimizer so far, by which factors are worked on again
 EXP_AVG = "exp_avg"

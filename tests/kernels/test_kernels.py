@@ -8,9 +8,9 @@ import torch
 from kernel_checks import check
 
 from megatron_eopt import SOAP, TensorParallelMuon
+from megatron_eopt.kernels.choice import check_kernel, products_for, rule, triton_missing
+from megatron_eopt.kernels.products import Blocked, Products
 from megatron_eopt.orthogonalize import newton_schulz
-from megatron_eopt.orthogonalize.kernels import check_kernel, products_for, rule, triton_missing
-from megatron_eopt.orthogonalize.products import Blocked, Products
 
 SHAPES = [(24, 40), (40, 24), (3, 16, 20), (1, 1), (0, 5)]
 CPU = torch.device("cpu")

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from megatron_eopt.matrices import Split
-from megatron_eopt.optimizers import whole_matrices
-from megatron_eopt.optimizers.nonfinite import Flag
-from megatron_eopt.optimizers.state import MOMENTUM_BUFFER, SIDES, Dim, StateTensor
 from megatron_eopt.orthogonalize.spectral import low_rank_factors, start_vector
 from megatron_eopt.parallel.collectives import all_reduce, broadcast
 from megatron_eopt.parallel.layout import Layout, on_one_rank, split_layout
 from megatron_eopt.parallel.rectangles import Rectangle, whole
+from megatron_eopt.step import whole_matrices
+from megatron_eopt.step.nonfinite import Flag
+from megatron_eopt.step.state import MOMENTUM_BUFFER, SIDES, Dim, StateTensor
 
 PROJECTED = "projected"  # 1 where the factors are those of the weight, 0 before the first step
 # State keys beside MOMENTUM_BUFFER, of a weight with _A and _B behind; a parameter that is a factor itself has U alone.

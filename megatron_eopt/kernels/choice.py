@@ -8,8 +8,8 @@ from typing import Literal, get_args
 
 import torch
 
-from megatron_eopt.orthogonalize.precision import MatmulPrecision
-from megatron_eopt.orthogonalize.products import Blocked, Products
+from megatron_eopt.kernels.precision import MatmulPrecision
+from megatron_eopt.kernels.products import Blocked, Products
 
 Kernel = Literal["triton", "blocked", "torch"]
 KERNELS: tuple[Kernel, ...] = get_args(Kernel)
@@ -53,7 +53,7 @@ def triton_missing(device: torch.device) -> str | None:
     if find_spec("triton") is None:
         return "triton is not installed"
     if device.type == "cpu":
-        from megatron_eopt.orthogonalize.triton_kernel import INTERPRETED
+        from megatron_eopt.kernels.triton_kernel import INTERPRETED
 
         return None if INTERPRETED else "no GPU: the matrices are on the CPU"
     if device.type == "meta":  # a model that is planned for a GPU
@@ -88,7 +88,7 @@ def products_for(
     if wanted is None:
         wanted, _ = rule(device, dtype)
     if wanted == "triton":
-        from megatron_eopt.orthogonalize.triton_kernel import Triton
+        from megatron_eopt.kernels.triton_kernel import Triton
 
         if dtype == torch.float64:
             raise ValueError("the kernel 'triton' of symmetric products has no fp64: take 'torch'")

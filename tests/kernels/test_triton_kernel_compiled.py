@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.orthogonalize.test_triton_kernel import run
+from tests.kernels.test_triton_kernel import run
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -21,7 +21,7 @@ MOST_REGISTERS, MOST_SPILLED = 255, 0  # of a thread; bytes
 
 def compiled(target, dtype, width, depth, warps, stages, precision, even, transposed):
     """Shared memory, machine code, registers and bytes spilled of the kernel for a GPU that need not be there."""
-    from megatron_eopt.orthogonalize.triton_kernel import _kernel
+    from megatron_eopt.kernels.triton_kernel import _kernel
 
     names = _kernel.arg_names
     fixed = {"USE_C": True, "EVEN": even, "PRECISION": precision, "WIDTH": width, "DEPTH": depth, "BAND": 8}
@@ -60,7 +60,7 @@ def compile_all(target):
     """Compile what the table of tiles can ask for, and say what is wrong; None where triton is too old."""
     from triton.compiler import ASTSource
 
-    from megatron_eopt.orthogonalize.triton_kernel import _kernel, tiles_for
+    from megatron_eopt.kernels.triton_kernel import _kernel, tiles_for
 
     if "constexprs" not in inspect.signature(ASTSource.__init__).parameters:
         return None
@@ -90,7 +90,7 @@ def compile_all(target):
 
 def quotients():
     """Kernels of norms, the kinds of their arguments, and their constants."""
-    from megatron_eopt.orthogonalize import triton_norms as norms
+    from megatron_eopt.kernels import triton_norms as norms
 
     flat = {"HEIGHT": 1, "WIDTH": norms._WIDE, "x_col": 1, "out_col": 1}
     crossed = {"HEIGHT": norms._SIDE, "WIDTH": norms._SIDE, "x_row": 1, "out_col": 1}

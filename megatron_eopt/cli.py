@@ -25,13 +25,13 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "plan": Command(
-        f"{_TOOLS}.plan.flags",
-        f"{_TOOLS}.plan.command",
+        f"{_TOOLS}.plan.plan_flags",
+        f"{_TOOLS}.plan.plan_command",
         "how the matrices of a model will be orthogonalized, and what that costs",
     ),
     "verify-checkpoint": Command(
-        f"{_TOOLS}.verify.flags",
-        f"{_TOOLS}.verify.command",
+        f"{_TOOLS}.verify.verify_flags",
+        f"{_TOOLS}.verify.verify_command",
         "what is in a torch_dist checkpoint, and whether it is whole and finite",
     ),
     "doctor": Command(f"{_TOOLS}.doctor", f"{_TOOLS}.doctor", "what is wrong with what is installed, and what to do"),

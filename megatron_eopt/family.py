@@ -38,7 +38,7 @@ from megatron_eopt.optimizers.soap import SOAP as SOAP
 from megatron_eopt.optimizers.spectron import Spectron as Spectron
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon as TensorParallelMuon
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types
-from megatron_eopt.parallel.records import TpMode
+from megatron_eopt.parallel.plan_records import TpMode
 from megatron_eopt.settings.groups import DECOUPLED
 from megatron_eopt.settings.of_class import settings_of
 from megatron_eopt.settings.presets import PRESETS

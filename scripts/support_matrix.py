@@ -5,9 +5,9 @@ from typing import Any, Literal, NamedTuple
 
 from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.megatron import releases
-from megatron_eopt.megatron.support.layout import against_layout, without_layout
+from megatron_eopt.megatron.support.buffers import against_layout, without_layout
+from megatron_eopt.megatron.support.facts import Run
 from megatron_eopt.megatron.support.rules import TORCH_FSDP2, unsupported
-from megatron_eopt.megatron.support.run import Run
 from megatron_eopt.registry import takes_matrices
 
 RELEASES = (releases.MAIN, releases.SUPPORTED)

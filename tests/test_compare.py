@@ -19,7 +19,7 @@ import trials
 from megatron.training.arguments import add_megatron_arguments
 from protocol import Axis
 
-from megatron_eopt.megatron.arguments import amend
+from megatron_eopt.megatron.command_line import amend
 from megatron_eopt.registry import list_optimizers, takes_matrices
 
 ROOT = Path(__file__).resolve().parent.parent

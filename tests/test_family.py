@@ -13,7 +13,7 @@ from tables import all_state, state_tensors
 
 import megatron_eopt
 from megatron_eopt.family import CLASSES, LIKE_MUON, MUON, OPTIMIZERS
-from megatron_eopt.megatron.arguments import amend
+from megatron_eopt.megatron.command_line import amend
 from megatron_eopt.megatron.run_flags import FLAGS
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, list_optimizers
 from tests.optimizers.family import build

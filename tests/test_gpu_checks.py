@@ -264,7 +264,7 @@ def test_a_step_that_is_another_one_is_seen(run, monkeypatch):
 def test_megatron_takes_the_flags_of_a_gpu(tmp_path, monkeypatch):
     from megatron.training.arguments import add_megatron_arguments
 
-    from megatron_eopt.megatron.arguments import amend
+    from megatron_eopt.megatron.command_line import amend
 
     run = Run(device=torch.device("cuda"), tiny=False, out=tmp_path, work=tmp_path)
     parser = amend(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))

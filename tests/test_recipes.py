@@ -12,8 +12,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from megatron_eopt.tools.plan.command import planned_run
 from megatron_eopt.tools.plan.model import described_run
+from megatron_eopt.tools.plan.plan_command import planned_run
 
 ROOT = Path(__file__).parents[1]
 RECIPES = {"llama3-8b": 16, "llama3-70b": 128, "qwen3-30b-a3b": 32, "deepseek-v3": 1024}  # GPUs

@@ -329,7 +329,7 @@ def test_the_default_routing_needs_megatron():
 
 
 def test_the_default_routing_speaks_megatrons_language():
-    importlib.import_module("megatron_eopt.megatron.entries")  # as activate() does
+    importlib.import_module("megatron_eopt.megatron.overrides")  # as activate() does
     routing = registry.default_param_overrides_factory
     weight, input_of_mamba = (torch.nn.Parameter(torch.ones(4, 4)) for _ in range(2))
     input_of_mamba.use_muon = False

@@ -17,14 +17,14 @@ from torch.distributed.fsdp import fully_shard
 
 from megatron_eopt import OptimizerConfig, TensorParallelMuon, build_optimizer
 from megatron_eopt.checkpoints.contents import read_contents
-from megatron_eopt.megatron.agreement import refuse_different, say
 from megatron_eopt.megatron.assignment import Assignment
 from megatron_eopt.megatron.checkpoints.refusals import mismatch, of_another, stacks_layers
+from megatron_eopt.megatron.consensus import refuse_different, say
 from megatron_eopt.megatron.first_step import check_steps, warn_of_unused
 from megatron_eopt.megatron.given import warnings_of
 from megatron_eopt.megatron.qk_clip import refuse_unclipped
+from megatron_eopt.megatron.support.facts import Run
 from megatron_eopt.megatron.support.rules import refuse_unsupported
-from megatron_eopt.megatron.support.run import Run
 from megatron_eopt.routing import ParameterInfo, Resolved, entries_from_dict, families, problems, resolve, warnings
 from megatron_eopt.tools import cpu
 from tests.routing.manifests import muons, row
@@ -98,7 +98,7 @@ def parsed_before_activation():
 
 def started_differently(monkeypatch):
     of_ranks = {0: {"--muon-momentum": 0.95}, 1: {"--muon-momentum": 0.5}}
-    monkeypatch.setattr("megatron_eopt.megatron.agreement.by_first_rank", lambda settings: of_ranks)
+    monkeypatch.setattr("megatron_eopt.megatron.consensus.by_first_rank", lambda settings: of_ranks)
     refuse_different(of_ranks[0])
 
 

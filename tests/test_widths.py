@@ -8,7 +8,7 @@ import pytest
 import widths
 from megatron.training.arguments import add_megatron_arguments
 
-from megatron_eopt.megatron.arguments import amend
+from megatron_eopt.megatron.command_line import amend
 
 
 def around(rate, tried):

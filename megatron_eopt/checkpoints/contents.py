@@ -39,7 +39,7 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be read."""
 
 
-class Chunk(NamedTuple):
+class SavedChunk(NamedTuple):
     """A rectangle of a tensor, or an object."""
 
     offsets: tuple[int, ...]  # empty for an object
@@ -56,7 +56,7 @@ class StoredTensor:
     key: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[SavedChunk, ...]
 
     @property
     def entries(self) -> int:
@@ -70,10 +70,10 @@ class Contents:
 
     folder: Path  # the checkpoint's own, as iter_0000100
     tensors: dict[str, StoredTensor]
-    blobs: dict[str, Chunk]  # the objects; of these only the common state is read
+    blobs: dict[str, SavedChunk]  # the objects; of these only the common state is read
     common: dict[str, Any]
 
-    def chunks(self) -> list[tuple[str, Chunk]]:
+    def chunks(self) -> list[tuple[str, SavedChunk]]:
         """Chunks of tensors, and objects, with their keys."""
         of_tensors = [(key, chunk) for key, tensor in self.tensors.items() for chunk in tensor.chunks]
         return [*of_tensors, *self.blobs.items()]
@@ -109,7 +109,7 @@ def read_text(path: Path) -> str:
     return read_file(path, length=_TEXT).decode(errors="replace").strip()
 
 
-def read_blob(folder: Path, blob: Chunk) -> io.BytesIO:
+def read_blob(folder: Path, blob: SavedChunk) -> io.BytesIO:
     """The bytes of an archive."""
     return io.BytesIO(read_file(folder / blob.file, blob.start, blob.length, _MOST + _WIDEST * math.prod(blob.sizes)))
 
@@ -144,7 +144,7 @@ def read_contents(folder: Path) -> Contents:
     older = folder / COMMON_FILE
     if older.exists():
         key = COMMON_FILE
-        contents.blobs[key] = Chunk((), (), COMMON_FILE, 0, older.stat().st_size)
+        contents.blobs[key] = SavedChunk((), (), COMMON_FILE, 0, older.stat().st_size)
     try:
         common = load_saved(read_blob(folder, contents.blobs[key]))
         if isinstance(common, list):  # by a key of several
@@ -200,8 +200,8 @@ def is_legacy(folder: Path) -> bool:
     return any(e.name.startswith("mp_rank_") or e.name.endswith("model_optim_rng.pt") for e in folder.iterdir())
 
 
-def _chunk(stored: Metadata, key: str, offsets: torch.Size | None = None, sizes: Iterable[int] = ()) -> Chunk:
+def _chunk(stored: Metadata, key: str, offsets: torch.Size | None = None, sizes: Iterable[int] = ()) -> SavedChunk:
     at = stored.storage_data[MetadataIndex(key, offsets)]
     if at.transform_descriptors:
         raise ValueError(f"{key} is stored through {', '.join(at.transform_descriptors)}, which Megatron never does")
-    return Chunk(tuple(offsets or ()), tuple(sizes), at.relative_path, at.offset, at.length)
+    return SavedChunk(tuple(offsets or ()), tuple(sizes), at.relative_path, at.offset, at.length)

@@ -17,10 +17,10 @@ from torch.distributed.checkpoint import FileSystemReader
 from megatron_eopt import registry
 from megatron_eopt.from_config import with_fields
 from megatron_eopt.matrices import ATTRIBUTE
-from megatron_eopt.megatron import arguments, releases
+from megatron_eopt.megatron import command_line, releases
 from megatron_eopt.megatron.at_average import evaluated_at_average
 from megatron_eopt.megatron.builders import checked_elsewhere, wrap_emerging_builder, wrap_group_builder
-from megatron_eopt.megatron.checkpoints import checksums, fsdp_dtensor, layers, loading, whole
+from megatron_eopt.megatron.checkpoints import checksums, complete, fsdp_dtensor, layers, loading
 from megatron_eopt.megatron.qk_clip import clip
 from megatron_eopt.megatron.run_flags import FLAGS
 from megatron_eopt.megatron.wrappers import shard_of
@@ -115,7 +115,7 @@ def _of_core() -> list[Redirection]:
     )
     harmless = "what a run of ours loads of a checkpoint calls only what is harmless or trusted"
     later = "so does a config whose class a framework derives from Megatron's later"
-    exact = partial(with_fields, default=arguments.DEFAULT_TP_MODE)
+    exact = partial(with_fields, default=command_line.DEFAULT_TP_MODE)
     configs = list(_and_derived(optimizer_config.OptimizerConfig))
     by_shard = around(lambda number, parameters: number(map(shard_of, parameters)))
     kept = ("qkv_split_shapes", ATTRIBUTE, NAME, SAVED_BY_LAYOUT)
@@ -124,7 +124,7 @@ def _of_core() -> list[Redirection]:
         Redirection(state_of_parameters, "get_optim_param_to_id_map", by_shard, shards),
         Redirection(dist_checkpointing, "load", loading.checked_load, refused),
         Redirection(dist_checkpointing, "save", checksums.checked_save, compared),
-        Redirection(FileSystemReader, "read_metadata", whole.gated_metadata, harmless),
+        Redirection(FileSystemReader, "read_metadata", complete.gated_metadata, harmless),
         *(Redirection(config, "__init__", _with_our_settings, auto) for config in configs),
         Redirection(optimizer_config.OptimizerConfig.__dataclass_fields__, "muon_tp_mode", exact, later),
     ]
@@ -151,7 +151,7 @@ def _of_training() -> list[Redirection]:
         "group keeps its own rate, where Megatron 0.20 sets all to --lr for --override-opt-param-scheduler"
     )
     parsed = "--optimizer and the flags of Muon take what our optimizers take, and refuse the rest when parsed"
-    amended = around(lambda add_arguments, parser: arguments.amend(add_arguments(parser)))
+    amended = around(lambda add_arguments, parser: command_line.amend(add_arguments(parser)))
     fsdp = (
         "Megatron's checks allow its FSDPs with adam and sgd alone, and so check a run with ours as one with adam; and "
         "--optimizer-cpu-offload with an Adam that steps on the CPU; and --qk-clip with Transformer Engine; and what "
@@ -162,14 +162,14 @@ def _of_training() -> list[Redirection]:
     at_average = "Schedule-Free's average of the weights is what is evaluated"
     return [
         without_makefile(),
-        Redirection(checkpointing, "_load_base_checkpoint", whole.checked_base, refused),
+        Redirection(checkpointing, "_load_base_checkpoint", complete.checked_base, refused),
         Redirection(checkpointing, "_build_sharded_state_dict_metadata", layers.undecided, apart),
         Redirection(checkpointing, "generate_state_dict", layers.named_apart, apart),
         Redirection(checkpointing, "preprocess_fsdp_dtensor_state_dict", fsdp_dtensor.prepared, named),
         Redirection(checkpointing, "load_checkpoint", loading.with_optimizer, in_place),
-        Redirection(checkpointing, "read_metadata", whole.checked_tracker, empty),
+        Redirection(checkpointing, "read_metadata", complete.checked_tracker, empty),
         Redirection(parsing, "add_megatron_arguments", amended, parsed),
-        Redirection(parsing, "validate_args", arguments.validated, fsdp),
+        Redirection(parsing, "validate_args", command_line.validated, fsdp),
         Redirection(training, "evaluate", evaluated_at_average, at_average),
         Redirection(training, "clip_qk", clip, clipped),
     ]
@@ -181,7 +181,7 @@ def _with_our_settings(init: Original, self: Any, *args: Any, **kwargs: Any) -> 
     ours = {flag.dest for flag in FLAGS} & kwargs.keys() - fields
     for name in ours:
         setattr(self, name, kwargs.pop(name))
-    init(self, *args, **{"muon_tp_mode": arguments.DEFAULT_TP_MODE, **kwargs})
+    init(self, *args, **{"muon_tp_mode": command_line.DEFAULT_TP_MODE, **kwargs})
 
 
 def _forward_registry() -> None:

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 
-from megatron_eopt.megatron.agreement import distinct, from_rank_0, of_entries, on_all_ranks, refuse_different
-from megatron_eopt.megatron.entries import DEFAULT, Overrides, all_entries
-from megatron_eopt.megatron.parameters import ModelParameter
-from megatron_eopt.megatron.support.run import primary_of
+from megatron_eopt.megatron.consensus import distinct, from_rank_0, of_entries, on_all_ranks, refuse_different
+from megatron_eopt.megatron.model_parameters import ModelParameter
+from megatron_eopt.megatron.overrides import DEFAULT, Overrides, all_entries
+from megatron_eopt.megatron.support.facts import primary_of
 from megatron_eopt.megatron.wrappers import optimizer_parameters
 from megatron_eopt.registry import class_named, takes_matrices
 from megatron_eopt.routing import OverrideError, Resolved, resolve
 from megatron_eopt.routing.entries import Entry
-from megatron_eopt.routing.rules import match_counts
+from megatron_eopt.routing.precedence import match_counts
 from megatron_eopt.routing.settings import ENDS, OF_ALL, settings_of_groups
 
 _OF_RUN = {*OF_ALL, "split"}  # settings that are no optimizer's

@@ -6,10 +6,10 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params,
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_eopt.megatron import fsdp, releases
-from megatron_eopt.megatron.agreement import of_command_line, of_config, of_packages, refuse_different
+from megatron_eopt.megatron.consensus import of_command_line, of_config, of_packages, refuse_different
 from megatron_eopt.megatron.factory import OptimizerOfRun
 from megatron_eopt.megatron.given import complete
-from megatron_eopt.megatron.support.run import primary_of
+from megatron_eopt.megatron.support.facts import primary_of
 from megatron_eopt.redirect import Original, around
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, create_emerging_optimizer
 

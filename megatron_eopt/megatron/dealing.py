@@ -9,11 +9,11 @@ from megatron.core.optimizer.optimizer import FP32Optimizer
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from megatron_eopt.megatron.agreement import say
+from megatron_eopt.megatron.consensus import say
 from megatron_eopt.megatron.wrappers import torch_optimizers
 from megatron_eopt.parallel.cost import Work
 from megatron_eopt.parallel.deal import Item, deal
-from megatron_eopt.parallel.records import Matrix
+from megatron_eopt.parallel.plan_records import Matrix
 from megatron_eopt.redirect import Original, Redirection, Redirections, around
 from megatron_eopt.step.base import BaseOptimizer
 from megatron_eopt.step.parameters import parameters_in

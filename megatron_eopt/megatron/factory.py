@@ -7,21 +7,21 @@ from pathlib import Path
 from typing import Any
 
 from megatron_eopt.checkpoints.contents import TRACKER
-from megatron_eopt.megatron import agreement, assignment, dealing, fsdp, qk_clip, releases
-from megatron_eopt.megatron.arguments import loads_its_own
+from megatron_eopt.megatron import assignment, consensus, dealing, fsdp, qk_clip, releases
 from megatron_eopt.megatron.checkpoints.adam_of_buffers import AdamOfBuffers
 from megatron_eopt.megatron.checkpoints.fsdp_dtensor import SavedShards
 from megatron_eopt.megatron.checkpoints.layers import keep_apart, layers_differ
 from megatron_eopt.megatron.checkpoints.torch_dist import SavedState, refuse_unsaved
+from megatron_eopt.megatron.command_line import loads_its_own
 from megatron_eopt.megatron.config import config_of_run
 from megatron_eopt.megatron.first_step import check_steps, warn_of_unused
 from megatron_eopt.megatron.fused import Matrices, logical_matrices, tag, warn_of_shared_keys
 from megatron_eopt.megatron.given import idle_flags, idle_settings, typed_of, warnings_of
 from megatron_eopt.megatron.manifest import build_manifest
-from megatron_eopt.megatron.metrics import interval_of, measure
-from megatron_eopt.megatron.parameters import frozen_names, mark, parameters_of, tag_as_megatron, trainable
+from megatron_eopt.megatron.metrics_log import interval_of, measure
+from megatron_eopt.megatron.model_parameters import frozen_names, mark, parameters_of, tag_as_megatron, trainable
+from megatron_eopt.megatron.support.facts import Run, on
 from megatron_eopt.megatron.support.rules import refuse_unsupported
-from megatron_eopt.megatron.support.run import Run, on
 from megatron_eopt.megatron.wrappers import (
     distributed_wrappers,
     optimizer_parameters,
@@ -52,19 +52,19 @@ class OptimizerOfRun:
 
     def built_by(self, build: Callable[[Any, Any], Any], config_overrides: Any) -> Any:
         """Build Megatron's optimizer by ``build(config, overrides)``."""
-        agreement.on_all_ranks(lambda: refuse_unsupported(self.facts))  # pipeline stages may differ in theirs
-        agreement.on_all_ranks(lambda: refuse_unwritable(self.facts.args))
+        consensus.on_all_ranks(lambda: refuse_unsupported(self.facts))  # pipeline stages may differ in theirs
+        consensus.on_all_ranks(lambda: refuse_unwritable(self.facts.args))
         caveat = releases.caveat(self.facts.release)
         if caveat is not None:
-            agreement.say(caveat)
+            consensus.say(caveat)
         for warning in warnings_of(self.facts.config, self.facts.args):
-            agreement.say(f"warning: {warning}")
+            consensus.say(f"warning: {warning}")
         self.describe()
         of_all = parameters_of(self.model_chunks, self.groups)
-        agreement.on_all_ranks(lambda: agreement.refuse_different_parameters(of_all, self.groups))
+        consensus.on_all_ranks(lambda: consensus.refuse_different_parameters(of_all, self.groups))
         self.assigned = assignment.assign(self.parameters, self.config, config_overrides)
         self.refuse_idle_flags()
-        matrices, overrides = agreement.on_all_ranks(self.check)
+        matrices, overrides = consensus.on_all_ranks(self.check)
         tag(matrices)
         warn_of_other_checkpoints(self.facts.args)
         self.build(build, overrides)
@@ -88,12 +88,12 @@ class OptimizerOfRun:
 
     def refuse_idle_flags(self) -> None:
         """Refuse typed flags, and warn of settings, that no optimizer of any rank reads."""
-        names = agreement.union(each.optimizer for each in self.assigned if each.optimizer is not None)
+        names = consensus.union(each.optimizer for each in self.assigned if each.optimizer is not None)
         idle = idle_flags(self.facts.config, self.facts.args, names)
         if idle:
             raise ValueError("\n".join(idle))
         for warning in idle_settings(self.facts.config, self.facts.args, names):
-            agreement.say(f"warning: {warning}")
+            consensus.say(f"warning: {warning}")
 
     def check(self) -> tuple[list[Matrices], dict[Any, Any]]:
         """Refuse assignments that cannot work; return matrices and Megatron's overrides."""
@@ -111,7 +111,7 @@ class OptimizerOfRun:
         dealt = dealing.dealt_by_operations(self.config, self.facts.args)
         with assignment.excluded_hidden(self.assigned), releases.package_not_needed(), dealt:
             try:
-                self.optimizer = agreement.on_all_ranks(lambda: build(self.config, overrides))
+                self.optimizer = consensus.on_all_ranks(lambda: build(self.config, overrides))
             except ValueError as error:
                 error.args = (f"{error}{typed_of(str(error), self.facts.args)}",)
                 raise
@@ -121,7 +121,7 @@ class OptimizerOfRun:
             if each.main is not None and hasattr(each.model, "qkv_split_shapes"):
                 each.main.qkv_split_shapes = each.model.qkv_split_shapes  # type: ignore[attr-defined]
         remember(self.optimizer, self.model_chunks)
-        agreement.on_all_ranks(lambda: assignment.refuse_unread(self.optimizer, self.assigned))
+        consensus.on_all_ranks(lambda: assignment.refuse_unread(self.optimizer, self.assigned))
         for optimizer in torch_optimizers(self.optimizer):
             if isinstance(optimizer, BaseOptimizer):  # a scalar optimizer, which Megatron has not told of its ranks
                 vars(optimizer)["pg_collection"] = self.groups
@@ -129,10 +129,10 @@ class OptimizerOfRun:
     def prepare(self) -> None:
         """Let every optimizer agree on its plan with other ranks."""
         here = [x for x in torch_optimizers(self.optimizer) if parameters_in(x.param_groups)]
-        agreement.on_all_ranks(lambda: [optimizer.prepare() for optimizer in here if hasattr(optimizer, "prepare")])
+        consensus.on_all_ranks(lambda: [optimizer.prepare() for optimizer in here if hasattr(optimizer, "prepare")])
         for optimizer in here:
             if isinstance(optimizer, TensorParallelMuon):
-                agreement.say(optimizer.kernels())
+                consensus.say(optimizer.kernels())
 
     def build_manifest(self) -> None:
         """Record which optimizer updates every parameter, as built."""
@@ -178,7 +178,7 @@ def refuse_unwritable(args: Any) -> None:
 def warn_of_other_checkpoints(args: Any) -> None:
     """Warn where checkpoints of two runs would mix in one folder."""
     if on(args, "save") and not loads_its_own(args) and Path(args.save, TRACKER).exists():
-        agreement.say(
+        consensus.say(
             f"warning: {args.save} has checkpoints, and this run does not load them: its own will mix with them, and "
             f"replace those of equal iterations; name another folder with --save, or go on from them with --load "
             f"{args.save}"

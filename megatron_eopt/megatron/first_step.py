@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_eopt.megatron.agreement import distinct, say
 from megatron_eopt.megatron.assignment import Assignment
+from megatron_eopt.megatron.consensus import distinct, say
 from megatron_eopt.megatron.wrappers import torch_optimizers
 from megatron_eopt.step.base import BaseOptimizer
 from megatron_eopt.step.nonfinite import listed

@@ -17,7 +17,7 @@ from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.from_config import with_fields
 from megatron_eopt.megatron import releases
-from megatron_eopt.megatron.entries import Overrides
+from megatron_eopt.megatron.overrides import Overrides
 from megatron_eopt.registry import create_emerging_optimizer
 from megatron_eopt.step.parameters import local, parameters_in
 

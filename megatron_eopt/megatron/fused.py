@@ -10,9 +10,9 @@ from megatron_eopt import matrices
 from megatron_eopt.family import SplitName
 from megatron_eopt.matrices import ATTRIBUTE, GATE_UP, WHOLE, Split, declared_split, is_transposed
 from megatron_eopt.megatron import releases
-from megatron_eopt.megatron.agreement import say
 from megatron_eopt.megatron.assignment import Assignment
-from megatron_eopt.megatron.parameters import ModelParameter, attention_config, is_qkv_projection
+from megatron_eopt.megatron.consensus import say
+from megatron_eopt.megatron.model_parameters import ModelParameter, attention_config, is_qkv_projection
 from megatron_eopt.parallel.attributes import is_sharded
 from megatron_eopt.registry import class_named, get_qkv_split_shapes
 from megatron_eopt.routing import OverrideError

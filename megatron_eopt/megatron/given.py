@@ -10,7 +10,7 @@ from megatron_eopt.family import MUON, OPTIMIZERS, Flag
 from megatron_eopt.from_config import constructor_arguments
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.run_flags import FLAGS, OF_OPTIMIZERS, RUN_FLAGS
-from megatron_eopt.megatron.support.run import on, primary_of
+from megatron_eopt.megatron.support.facts import on, primary_of
 from megatron_eopt.orthogonalize.choices import did_you_mean
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, class_named, list_optimizers, takes_matrices
 from megatron_eopt.settings.records import SECOND_MOMENT, names_of

@@ -11,10 +11,10 @@ from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.family import ADAMW_RMS, OPTIMIZERS
 from megatron_eopt.matrices import warn_of_unmatched
-from megatron_eopt.megatron.agreement import distinct, say
 from megatron_eopt.megatron.assignment import Assignment
-from megatron_eopt.megatron.entries import DEFAULT
-from megatron_eopt.megatron.support.run import primary_of
+from megatron_eopt.megatron.consensus import distinct, say
+from megatron_eopt.megatron.overrides import DEFAULT
+from megatron_eopt.megatron.support.facts import primary_of
 from megatron_eopt.megatron.wrappers import OptimizerParameter, optimizer_parameters
 from megatron_eopt.parallel.attributes import is_expert, is_sharded
 from megatron_eopt.parallel.dtensor import tells_its_chunk

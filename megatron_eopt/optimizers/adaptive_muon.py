@@ -12,7 +12,7 @@ from megatron_eopt.optimizers.second_moment import adaptive_muon
 from megatron_eopt.optimizers.tensor_parallel_muon import Execution, TensorParallelMuon
 from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.scale import ScaleMode
-from megatron_eopt.parallel.records import TpMode
+from megatron_eopt.parallel.plan_records import TpMode
 from megatron_eopt.parallel.scheduler import Program
 from megatron_eopt.settings.groups import DECOUPLED, METHOD, warn
 from megatron_eopt.settings.of_class import check_values, settings_of, with_settings

@@ -14,7 +14,7 @@ from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon, Tr
 from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.scale import ScaleMode
 from megatron_eopt.parallel.layout import Layout
-from megatron_eopt.parallel.records import TpMode
+from megatron_eopt.parallel.plan_records import TpMode
 from megatron_eopt.parallel.scheduler import Program
 from megatron_eopt.settings.groups import DECOUPLED, METHOD
 from megatron_eopt.settings.of_class import with_settings

@@ -26,7 +26,7 @@ from torch import Tensor
 from megatron_eopt.optimizers.orthogonalized import OrthogonalizedOptimizer, refuse_blockwise
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import Layout
-from megatron_eopt.parallel.records import Matrix
+from megatron_eopt.parallel.plan_records import Matrix
 from megatron_eopt.parallel.rectangles import Shape
 from megatron_eopt.parallel.scheduler import Program
 from megatron_eopt.parallel.statistics import Statistics, StatisticsRequest, norms_of, squared_norms

@@ -19,14 +19,14 @@ from megatron_eopt.orthogonalize.spectral import power_iterations
 from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import Layout
-from megatron_eopt.parallel.records import TpMode
+from megatron_eopt.parallel.plan_records import TpMode
 from megatron_eopt.settings.groups import also_called, iteration_of, note_short_schedule, warn
 from megatron_eopt.settings.records import Setting
 from megatron_eopt.settings.values import BELOW_1, Scalar, count
 from megatron_eopt.step import foreach, low_rank
 from megatron_eopt.step.base import BaseOptimizer
 from megatron_eopt.step.foreach import where
-from megatron_eopt.step.low_rank import FACTOR, PROJECTED, Chunk, Factor, FactorStack, LocalFactor, U
+from megatron_eopt.step.low_rank import FACTOR, PROJECTED, Factor, FactorChunk, FactorStack, LocalFactor, U
 from megatron_eopt.step.low_rank import factor_pairs as factor_pairs
 from megatron_eopt.step.nonfinite import Flag
 from megatron_eopt.step.parameters import (
@@ -42,7 +42,7 @@ from megatron_eopt.step.session import Settled
 from megatron_eopt.step.state import MOMENTUM_BUFFER, StateTensor, check_placements
 
 
-def gradients_of_factors(chunk: Chunk, engine: Engine) -> None:
+def gradients_of_factors(chunk: FactorChunk, engine: Engine) -> None:
     """Give the factors of a chunk their gradients."""
     if not chunk.in_state:
         for stack in chain(*chunk.pairs):
@@ -103,7 +103,7 @@ def _sum_gradients(stacks: Sequence[FactorStack], engine: Engine) -> None:
         stack.gradients = gradients
 
 
-def write_weights(chunk: Chunk, engine: Engine) -> None:
+def write_weights(chunk: FactorChunk, engine: Engine) -> None:
     """``W = A B^T`` of the chunk's matrices."""
     tensors = [local(p) for p in chunk.parameters]
     shards = engine.split(chunk.indices, list(tensors))
@@ -383,7 +383,7 @@ class Spectron(BaseOptimizer):
             for shard in self.engine.split([index], [local(parameter)]):
                 yield shard.to(self._plan.factors[parameter][0].dtype)
 
-    def _chunks(self, active: set[Tensor], ok: Flag) -> list[Chunk]:
+    def _chunks(self, active: set[Tensor], ok: Flag) -> list[FactorChunk]:
         index_of = {p: i for i, p in enumerate(self._parameters())}
         chunks = []
         for group in self.param_groups:
@@ -396,7 +396,7 @@ class Spectron(BaseOptimizer):
                 # a factor that is a parameter is a matrix of its own
                 self.newton_schulz_calls += sum(len(self._plan.factors[p][::2]) for p in parameters)
                 pairs = low_rank.stacked_pairs(factors, group, ok, self._kept)
-                chunks.append(Chunk(parameters, [index_of[p] for p in parameters], pairs, not group["pairs"]))
+                chunks.append(FactorChunk(parameters, [index_of[p] for p in parameters], pairs, not group["pairs"]))
         return chunks
 
     def _kept(self, factor: Factor) -> LocalFactor:

@@ -29,7 +29,7 @@ from megatron_eopt.parallel.attributes import is_expert
 from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import Layout, cut_over, shared_out
-from megatron_eopt.parallel.records import Matrix, TpMode
+from megatron_eopt.parallel.plan_records import Matrix, TpMode
 from megatron_eopt.parallel.scheduler import Program
 from megatron_eopt.parallel.workspace import OF_ENTRY
 from megatron_eopt.settings.groups import (

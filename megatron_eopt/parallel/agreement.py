@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_eopt.parallel.collectives import gather_numbers, values_of
 from megatron_eopt.parallel.fingerprint import fingerprint, first_difference
-from megatron_eopt.parallel.records import Plan
+from megatron_eopt.parallel.plan_records import Plan
 from megatron_eopt.version import __version__
 
 Groups = Mapping[str, ProcessGroup]  # of ranks, by label

@@ -17,7 +17,7 @@ from megatron_eopt.orthogonalize.newton_schulz import Form, NewtonSchulz
 from megatron_eopt.parallel.cost import Work
 from megatron_eopt.parallel.exchange import LayoutRuns, Shapes
 from megatron_eopt.parallel.layout import Layout, split_layout
-from megatron_eopt.parallel.records import Bucket, Matrix, Plan, grouped
+from megatron_eopt.parallel.plan_records import Bucket, Matrix, Plan, grouped
 from megatron_eopt.parallel.rectangles import Rectangle, Shape
 from megatron_eopt.parallel.schemes.whole import Job
 from megatron_eopt.parallel.workspace import Workspace, chunk_bytes

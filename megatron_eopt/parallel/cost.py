@@ -10,7 +10,7 @@ from typing import NamedTuple
 from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.forms import gram_flops, iteration_bytes, standard_flops
 from megatron_eopt.parallel.collectives import sent_bytes
-from megatron_eopt.parallel.records import Bucket, Matrix, Plan, grouped, in_rounds
+from megatron_eopt.parallel.plan_records import Bucket, Matrix, Plan, grouped, in_rounds
 from megatron_eopt.parallel.rectangles import Shape, cut_dimension
 from megatron_eopt.parallel.workspace import IN_FLIGHT, OF_ENTRY, Workspace, chunk_bytes
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_eopt.parallel.cost import Works, whole_flops, work_of
-from megatron_eopt.parallel.records import Matrix
+from megatron_eopt.parallel.plan_records import Matrix
 
 OF_ENTRY = 5000  # operations that a GPU makes while it steps an entry: momentum, decay and update move 30 bytes
 

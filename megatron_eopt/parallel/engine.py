@@ -19,7 +19,7 @@ from megatron_eopt.parallel.exchange import Exchanged, Spread, bring, hand_out
 from megatron_eopt.parallel.explain import explain, explain_offloaded
 from megatron_eopt.parallel.layout import local_rows
 from megatron_eopt.parallel.plan import make_plan
-from megatron_eopt.parallel.records import Matrix, Plan, TpMode
+from megatron_eopt.parallel.plan_records import Matrix, Plan, TpMode
 from megatron_eopt.parallel.rectangles import Rectangle, Shape, whole
 from megatron_eopt.parallel.scheduler import Program, run_chunks
 from megatron_eopt.parallel.statistics import Statistics, StatisticsRequest, statistics_of, sum_over

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_eopt.parallel.collectives import Pending, all_gather, all_to_all, broadcast
-from megatron_eopt.parallel.records import Matrix
+from megatron_eopt.parallel.plan_records import Matrix
 from megatron_eopt.parallel.rectangles import Rectangle, Shape, Strip, cut_dimension, strips
 
 Shapes = tuple[int, int, int] | list[Shape]  # (n x rows x cols), or of matrices that lie back to back

@@ -12,7 +12,7 @@ from megatron_eopt.parallel.cost import (
     step_parts,
 )
 from megatron_eopt.parallel.plan import make_plan
-from megatron_eopt.parallel.records import Bucket, Plan, TpMode, grouped
+from megatron_eopt.parallel.plan_records import Bucket, Plan, TpMode, grouped
 from megatron_eopt.parallel.rectangles import Shape
 from megatron_eopt.parallel.workspace import DEFAULT_WORKSPACE, Workspace
 from megatron_eopt.screen import aligned, counted, figure, megabytes, wrapped

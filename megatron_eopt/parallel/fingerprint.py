@@ -6,7 +6,7 @@ from hashlib import sha256
 from itertools import zip_longest
 from typing import Any
 
-from megatron_eopt.parallel.records import Plan
+from megatron_eopt.parallel.plan_records import Plan
 
 
 @lru_cache

@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.parallel.cost import Costs, Works, cube_flops, largest_iteration, whole_flops, work_of
-from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Scheme, TpMode, grouped
+from megatron_eopt.parallel.plan_records import Bucket, Matrix, Plan, Scheme, TpMode, grouped
 from megatron_eopt.parallel.rectangles import cut_dimension
 from megatron_eopt.parallel.workspace import DEFAULT_WORKSPACE, Workspace, chunk_bytes, in_chunks
 

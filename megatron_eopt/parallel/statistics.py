@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
 
 from megatron_eopt.parallel.collectives import all_reduce
-from megatron_eopt.parallel.records import Matrix, grouped
+from megatron_eopt.parallel.plan_records import Matrix, grouped
 
 MOST_BYTES = 2**26  # of a copy in fp64, unless a single row takes more
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Scheme
+from megatron_eopt.parallel.plan_records import Bucket, Matrix, Plan, Scheme
 from megatron_eopt.parallel.rectangles import cut_dimension
 
 IN_FLIGHT = 3  # buckets at work: one whose shards arrive, one that is computed, one whose results leave

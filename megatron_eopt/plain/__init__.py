@@ -2,7 +2,7 @@
 
 from megatron_eopt.plain.build import build_optimizer as build_optimizer
 from megatron_eopt.plain.build import register_builders
-from megatron_eopt.plain.config import OptimizerConfig as OptimizerConfig
+from megatron_eopt.plain.options import OptimizerConfig as OptimizerConfig
 from megatron_eopt.registry import get_optimizer_builder as get_optimizer_builder
 from megatron_eopt.registry import list_optimizer_builders
 from megatron_eopt.registry import register_optimizer as register_optimizer

@@ -25,8 +25,8 @@ from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.optimizers.with_adamw import Muon, lay_as_parameters
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.plain import kinds
-from megatron_eopt.plain.config import OptimizerConfig, config_of, given_fields
 from megatron_eopt.plain.kinds import Group, Rule, decays
+from megatron_eopt.plain.options import OptimizerConfig, config_of, given_fields
 from megatron_eopt.registry import get_optimizer_builder, register_optimizer
 from megatron_eopt.step.nonfinite import listed, warn_of_fp16
 from megatron_eopt.step.parameters import FLATTENED, NAME, OF_FSDP1, parameters_in
@@ -65,7 +65,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig | Any) -> Optimize
 
     Args:
         model: as it lies for training.
-        config: an :class:`~megatron_eopt.plain.config.OptimizerConfig`, a mapping or any object with some of its
+        config: an :class:`~megatron_eopt.plain.options.OptimizerConfig`, a mapping or any object with some of its
             fields, ``name`` among them, or the name alone. A builder that you registered gets the mapping or object as
             it is, so it may have further fields.
 

@@ -12,7 +12,7 @@ from megatron_eopt.routing.patterns import (
     to_json,
     write_json,
 )
-from megatron_eopt.routing.rules import Resolved, resolve
+from megatron_eopt.routing.precedence import Resolved, resolve
 from megatron_eopt.routing.selectors import OverrideError, ParameterInfo, Predicate
 from megatron_eopt.routing.text import table
 

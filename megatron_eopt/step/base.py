@@ -22,7 +22,7 @@ from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.collectives import CollectiveError, counters, lowest
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import Layout, split_layout
-from megatron_eopt.parallel.records import TpMode
+from megatron_eopt.parallel.plan_records import TpMode
 from megatron_eopt.parallel.workspace import Workspace
 from megatron_eopt.settings import groups as of_groups
 from megatron_eopt.settings.of_class import check_values, is_ours, misspelt, settings_of

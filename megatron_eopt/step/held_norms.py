@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_eopt.orthogonalize.forms import nonzero
-from megatron_eopt.parallel.records import Matrix
+from megatron_eopt.parallel.plan_records import Matrix
 from megatron_eopt.step.base import BaseOptimizer
 from megatron_eopt.step.modifiers import OPTIONAL, RADIUS, holds, needs_norm, without_matrix
 from megatron_eopt.step.parameters import local

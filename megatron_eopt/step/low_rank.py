@@ -209,7 +209,7 @@ class FactorStack:
 
 
 @dataclass(frozen=True, eq=False)
-class Chunk:
+class FactorChunk:
     """Parameters of a group that are worked on together."""
 
     parameters: list[Tensor]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_eopt.parallel.engine import Engine
-from megatron_eopt.parallel.records import Matrix
+from megatron_eopt.parallel.plan_records import Matrix
 from megatron_eopt.parallel.rectangles import Shape
 from megatron_eopt.parallel.scheduler import Shards
 from megatron_eopt.parallel.statistics import StatisticsRequest

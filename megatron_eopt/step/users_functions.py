@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.exchange import cut_out, gather
-from megatron_eopt.parallel.records import Matrix
+from megatron_eopt.parallel.plan_records import Matrix
 from megatron_eopt.parallel.rectangles import cut_dimension
 from megatron_eopt.settings.groups import warn
 from megatron_eopt.settings.of_class import class_of_ours

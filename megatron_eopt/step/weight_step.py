@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_eopt.orthogonalize.forms import nonzero
 from megatron_eopt.parallel.engine import Engine
-from megatron_eopt.parallel.records import Matrix
+from megatron_eopt.parallel.plan_records import Matrix
 from megatron_eopt.parallel.statistics import StatisticsRequest, norms_of
 from megatron_eopt.step import foreach
 from megatron_eopt.step.foreach import Tensors

@@ -20,7 +20,7 @@ from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.exchange import Spread
 from megatron_eopt.parallel.layout import Layout
-from megatron_eopt.parallel.records import Matrix
+from megatron_eopt.parallel.plan_records import Matrix
 from megatron_eopt.parallel.scheduler import rounds
 from megatron_eopt.parallel.workspace import IN_FLIGHT
 from megatron_eopt.settings.values import Scalar

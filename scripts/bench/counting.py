@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_eopt.kernels import choice as kernels
+from megatron_eopt.kernels import choice
 from megatron_eopt.optimizers import step_form
 from megatron_eopt.step import step_kernels
 from megatron_eopt.step.nonfinite import NonFinite
@@ -86,8 +86,8 @@ def counted_kernels(launched: Callable[[Any, Any, torch.Tensor], object], sent: 
         (step_kernels, "on_device", on_device),
         (step_form, "fast_triton", lambda device: None),
         (step_form, "triton_missing", lambda device: None),
-        (kernels, "fast_triton", lambda device: None),
-        (kernels, "triton_missing", lambda device: None),
+        (choice, "fast_triton", lambda device: None),
+        (choice, "triton_missing", lambda device: None),
         (NonFinite, "_report", lambda self, *args: None),
     )
     with ExitStack() as patches:

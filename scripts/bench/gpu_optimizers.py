@@ -36,7 +36,7 @@ from megatron_eopt.kernels.choice import triton_missing
 from megatron_eopt.kernels.products import Fp32Precision, Products
 from megatron_eopt.orthogonalize.bases import by_products
 from megatron_eopt.parallel.cost import step_bytes, whole_flops
-from megatron_eopt.parallel.records import TpMode
+from megatron_eopt.parallel.plan_records import TpMode
 from megatron_eopt.parallel.rectangles import Shape
 from megatron_eopt.plain import OptimizerConfig, build_optimizer
 

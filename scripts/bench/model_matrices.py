@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from megatron_eopt.matrices import WHOLE, Split, query_key_value
 from megatron_eopt.parallel.layout import Layout, split_layout
-from megatron_eopt.parallel.records import Matrix
+from megatron_eopt.parallel.plan_records import Matrix
 from megatron_eopt.parallel.rectangles import Shape, cut
 
 Matrices = tuple[Matrix, ...]  # the logical ones of one parameter

@@ -31,7 +31,7 @@ from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.fingerprint import fingerprint
 from megatron_eopt.parallel.layout import Layout
 from megatron_eopt.parallel.plan import make_plan
-from megatron_eopt.parallel.records import Matrix, Plan
+from megatron_eopt.parallel.plan_records import Matrix, Plan
 from megatron_eopt.parallel.rectangles import Rectangle, Shape, cut_at
 from megatron_eopt.parallel.schemes import whole
 from megatron_eopt.screen import figure
@@ -127,7 +127,7 @@ class Simulated:
 
 def said(ranks: int, kinds: int) -> tuple[int, int, float]:
     """Collectives, bytes and CPU seconds until a rank knows each value of 8 KiB once."""
-    from megatron_eopt.megatron import agreement as of_megatron
+    from megatron_eopt.megatron import consensus as of_megatron
 
     group, counters = Simulated(ranks, kinds), collectives.counters
     world = SimpleNamespace(group=SimpleNamespace(WORLD=group))
@@ -150,7 +150,7 @@ def compared(ranks: int) -> tuple[int, int]:
 def described() -> float:
     """CPU seconds of ``plan -- FLAGS``, with the import of Megatron."""
     start = time.process_time()
-    from megatron_eopt.tools.plan.command import planned_run
+    from megatron_eopt.tools.plan.plan_command import planned_run
 
     run = planned_run(RUN.split(), STAGES * EXPERT_RANKS)
     assert len(run.stages) == STAGES

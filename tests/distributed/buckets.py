@@ -10,7 +10,7 @@ from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import Layout
-from megatron_eopt.parallel.records import Bucket, Matrix, Plan
+from megatron_eopt.parallel.plan_records import Bucket, Matrix, Plan
 from megatron_eopt.parallel.rectangles import Rectangle, cut_at, whole
 from tests.distributed.shards import part_of
 

@@ -2,8 +2,8 @@
 
 from unittest import mock
 
-from megatron_eopt.megatron import agreement
-from megatron_eopt.megatron.agreement import from_rank_0, on_all_ranks
+from megatron_eopt.megatron import consensus
+from megatron_eopt.megatron.consensus import from_rank_0, on_all_ranks
 from megatron_eopt.routing import OverrideError
 from tests.distributed.ranks import run_ranks
 
@@ -20,7 +20,7 @@ def decided(rank, wrong):
             raise (OverrideError if rank else ValueError)(f"not on rank {rank}")
         return rank
 
-    with mock.patch.object(agreement, "values_of", side_effect=agreement.values_of) as values:
+    with mock.patch.object(consensus, "values_of", side_effect=consensus.values_of) as values:
         try:
             return on_all_ranks(decide), values.call_count
         except ValueError as error:

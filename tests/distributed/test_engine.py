@@ -17,7 +17,7 @@ from megatron_eopt.parallel.collectives import counters
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.exchange import Spread
 from megatron_eopt.parallel.layout import Layout, on_one_rank
-from megatron_eopt.parallel.records import Bucket, Matrix, Plan
+from megatron_eopt.parallel.plan_records import Bucket, Matrix, Plan
 from megatron_eopt.parallel.rectangles import cut, cut_at
 from megatron_eopt.parallel.schemes import SCHEMES
 from tests.distributed.buckets import executed

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron_eopt.kernels.products import Blocked
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.parallel.collectives import Pending, counters
-from megatron_eopt.parallel.records import Bucket, Matrix, Plan
+from megatron_eopt.parallel.plan_records import Bucket, Matrix, Plan
 from megatron_eopt.parallel.rectangles import cut
 from megatron_eopt.parallel.schemes import SCHEMES
 from tests.distributed.buckets import executed

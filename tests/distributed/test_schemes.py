@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.parallel.collectives import counters
 from megatron_eopt.parallel.cost import Work
-from megatron_eopt.parallel.records import Bucket, Matrix, Plan
+from megatron_eopt.parallel.plan_records import Bucket, Matrix, Plan
 from megatron_eopt.parallel.rectangles import Rectangle, cut
 from tests.distributed.buckets import (
     CASES,

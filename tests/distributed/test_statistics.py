@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatron_eopt.parallel import statistics as statistics_module
 from megatron_eopt.parallel.collectives import counters
-from megatron_eopt.parallel.records import Matrix
+from megatron_eopt.parallel.plan_records import Matrix
 from megatron_eopt.parallel.rectangles import Rectangle, cut_at, whole
 from megatron_eopt.parallel.statistics import StatisticsRequest, statistics_of
 from tests.distributed.ranks import run_ranks

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_eopt.megatron.checkpoints.adam_of_buffers import AdamOfBuffers
-from megatron_eopt.megatron.support.layout import clear_where_refused
+from megatron_eopt.megatron.support.buffers import clear_where_refused
 from tests.megatron.runs import (
     ADAPTIVE,
     EXPERTS,

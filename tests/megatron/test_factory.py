@@ -11,7 +11,7 @@ from megatron_eopt.megatron.assignment import Assignment, MegatronOverrides
 from megatron_eopt.megatron.at_average import evaluated_at_average
 from megatron_eopt.megatron.factory import OptimizerOfRun, warn_of_other_checkpoints
 from megatron_eopt.megatron.first_step import check_steps, warn_of_unused
-from megatron_eopt.megatron.parameters import trainable
+from megatron_eopt.megatron.model_parameters import trainable
 from megatron_eopt.megatron.wrappers import remember
 from megatron_eopt.routing import Resolved
 from tests.parallel.test_layout import Group
@@ -135,7 +135,7 @@ def test_parameters_without_a_gradient_are_named_once_before_the_first_step(one_
 
 def prepare(monkeypatch, *optimizers, decided=None):
     """As a run prepares its optimizers."""
-    monkeypatch.setattr("megatron_eopt.megatron.agreement.on_all_ranks", lambda decide: decide())
+    monkeypatch.setattr("megatron_eopt.megatron.consensus.on_all_ranks", lambda decide: decide())
     run = OptimizerOfRun.__new__(OptimizerOfRun)
     run.optimizer = SimpleNamespace(chained_optimizers=[FP32Optimizer(each) for each in optimizers])
     run.seconds, run.began, run.decided = {}, 0.0, decided or {}

@@ -11,7 +11,7 @@ from megatron_eopt.matrices import ATTRIBUTE, GATE_UP, WHOLE, concatenated
 from megatron_eopt.megatron.assignment import Assignment
 from megatron_eopt.megatron.fused import Matrices, is_declared, logical_matrices, tag, warn_of_shared_keys
 from megatron_eopt.megatron.fused import split_of as split_of_assigned
-from megatron_eopt.megatron.parameters import tag_as_megatron, trainable
+from megatron_eopt.megatron.model_parameters import tag_as_megatron, trainable
 from megatron_eopt.registry import is_nonlinear_or_embedding
 from megatron_eopt.routing import Resolved
 from tests.parallel.test_layout import Group

@@ -15,6 +15,7 @@ from megatron_eopt import TensorParallelMuon
 from megatron_eopt.checkpoints.contents import CheckpointError
 from megatron_eopt.checkpoints.gate import reading
 from megatron_eopt.checkpoints.states import BLOCK
+from megatron_eopt.megatron.checkpoints.complete import damage_of_resumed
 from megatron_eopt.megatron.checkpoints.fsdp_dtensor import SavedShards
 from megatron_eopt.megatron.checkpoints.loading import other_padding
 from megatron_eopt.megatron.checkpoints.matching import (
@@ -37,7 +38,6 @@ from megatron_eopt.megatron.checkpoints.refusals import (
     too_new,
 )
 from megatron_eopt.megatron.checkpoints.stored import Stored
-from megatron_eopt.megatron.checkpoints.whole import damage_of_resumed
 
 MODEL = {"decoder.weight": (2, 8, 4), "output.weight": (16, 4)}
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from megatron_eopt.tools.plan.command import planned_run
+from megatron_eopt.tools.plan.plan_command import planned_run
 from tests.megatron.runs import (
     ADAPTIVE,
     CLIP,

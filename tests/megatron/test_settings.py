@@ -10,8 +10,8 @@ import torch
 from megatron.core.optimizer import OptimizerConfig
 
 from megatron_eopt.megatron import activation
-from megatron_eopt.megatron.agreement import differences, of_command_line, of_config, of_entries
-from megatron_eopt.megatron.entries import all_entries
+from megatron_eopt.megatron.consensus import differences, of_command_line, of_config, of_entries
+from megatron_eopt.megatron.overrides import all_entries
 from tests.megatron.runs import HERE, LAUNCHER, MUON, SMALL_GPT, start
 
 # Not compared, each with the reason; beside them free texts, which are names and paths but for those of the data.

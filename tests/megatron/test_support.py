@@ -9,10 +9,10 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from support_matrix import FEATURES, RELEASES, support_matrix
 
-import megatron_eopt.megatron.entries  # noqa: F401  Run asks which parameters are no matrices, in Megatron's ParamKey
+import megatron_eopt.megatron.overrides  # noqa: F401  Run asks which parameters are no matrices, in Megatron's ParamKey
 from megatron_eopt.megatron import releases
+from megatron_eopt.megatron.support.facts import Run
 from megatron_eopt.megatron.support.rules import RULES, refuse_unsupported, unsupported
-from megatron_eopt.megatron.support.run import Run
 from megatron_eopt.registry import takes_matrices
 from tests.megatron.runs import MUON, refused
 from tests.parallel.test_layout import Group

@@ -13,8 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("triton")
 
 from megatron_eopt import TensorParallelMuon
-from megatron_eopt.kernels import choice as kernels
-from megatron_eopt.kernels import triton_kernel, triton_norms, triton_step
+from megatron_eopt.kernels import choice, triton_kernel, triton_norms, triton_step
 from megatron_eopt.optimizers import step_form
 from tests.kernels.launched import binding, without_memory
 from tests.optimizers.on_gpu import masking
@@ -38,7 +37,7 @@ def gpu(monkeypatch):
     """Notes launches, of launchers that know none."""
     for launcher in (*LAUNCHERS, *OF_MOMENTS):
         monkeypatch.setattr(launcher, "_known", {})
-    for module in (step_form, kernels):
+    for module in (step_form, choice):
         monkeypatch.setattr(module, "triton_missing", lambda device: None)
     return binding(monkeypatch)
 

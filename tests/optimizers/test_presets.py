@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from megatron_eopt import TensorParallelMuon
-from megatron_eopt.megatron.arguments import amend
+from megatron_eopt.megatron.command_line import amend
 from megatron_eopt.megatron.config import with_preset
 from megatron_eopt.orthogonalize import predicted_update_rms
 from megatron_eopt.settings.presets import PRESETS

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from megatron_eopt.orthogonalize import get_coefficients
 from megatron_eopt.parallel.cost import Work, bucket_traffic
-from megatron_eopt.parallel.records import Matrix
+from megatron_eopt.parallel.plan_records import Matrix
 from megatron_eopt.parallel.rectangles import Rectangle, cut, cut_at, whole
 
 QUINTIC = get_coefficients("quintic", 5)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_eopt.parallel.exchange import assemble, cut_up, entries_of
-from megatron_eopt.parallel.records import Matrix
+from megatron_eopt.parallel.plan_records import Matrix
 from megatron_eopt.parallel.rectangles import Rectangle, cut_at
 
 WIDE, TALL = (6, 10), (10, 6)

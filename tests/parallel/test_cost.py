@@ -18,7 +18,7 @@ from megatron_eopt.parallel.cost import (
     whole_flops,
 )
 from megatron_eopt.parallel.plan import make_plan
-from megatron_eopt.parallel.records import Bucket, Plan, in_rounds
+from megatron_eopt.parallel.plan_records import Bucket, Plan, in_rounds
 from tests.parallel.plans import QUINTIC, WORK, bucket_bytes, bucket_calls, matrices, modes, some, works
 
 DENSE = Work(schedule=QUINTIC, restarts=None, share=1.0)

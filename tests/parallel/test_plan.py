@@ -8,11 +8,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from megatron_eopt.parallel import records
+from megatron_eopt.parallel import plan_records
 from megatron_eopt.parallel.cost import bucket_traffic, cube_flops, plan_cost, whole_flops, work_of
 from megatron_eopt.parallel.fingerprint import fingerprint, first_difference
 from megatron_eopt.parallel.plan import REPLICATED_ROWS, SHARED_PARTS, SMALL_ENTRIES, make_plan
-from megatron_eopt.parallel.records import Bucket, Matrix
+from megatron_eopt.parallel.plan_records import Bucket, Matrix
 from megatron_eopt.parallel.rectangles import Rectangle, cut_at, cut_dimension, whole
 from megatron_eopt.parallel.workspace import DEFAULT_WORKSPACE, chunk_bytes
 from tests.parallel.plans import MODES, STANDARD, WORK, matrices, modes, quarters, some, works
@@ -338,8 +338,8 @@ def test_shared_matrices_leave_in_parts():
 @pytest.mark.parametrize("mode", ["owner", "auto"])
 def test_rectangles_of_a_matrix_are_added_once(mode, monkeypatch):
     """Not for each rank again, of which a run may have thousands."""
-    added = mock.Mock(side_effect=records.copies)
-    monkeypatch.setattr(records, "copies", added)
+    added = mock.Mock(side_effect=plan_records.copies)
+    monkeypatch.setattr(plan_records, "copies", added)
     given_matrices = [*some(9, (1024, 4096), 1, ranks=32), *some(9, (64, 64), 0, ranks=32)]
     make_plan(given_matrices, mode, WORK)
     assert 0 < added.call_count <= len(given_matrices)

@@ -5,7 +5,7 @@ import pytest
 from megatron_eopt.parallel import cost
 from megatron_eopt.parallel.cost import Work
 from megatron_eopt.parallel.plan import make_plan
-from megatron_eopt.parallel.records import Matrix
+from megatron_eopt.parallel.plan_records import Matrix
 from megatron_eopt.parallel.rectangles import Rectangle, cut_at
 
 WORK = Work(schedule=((3.4, -4.7, 2.0),) * 5, restarts=(2,))

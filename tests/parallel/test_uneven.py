@@ -10,7 +10,7 @@ from megatron_eopt.parallel.chunks import subset
 from megatron_eopt.parallel.cost import plan_cost
 from megatron_eopt.parallel.fingerprint import first_difference
 from megatron_eopt.parallel.plan import make_plan
-from megatron_eopt.parallel.records import Matrix
+from megatron_eopt.parallel.plan_records import Matrix
 from megatron_eopt.parallel.rectangles import cut_at
 from megatron_eopt.parallel.workspace import Workspace, chunk_bytes
 from tests.parallel.plans import WORK, bucket_bytes, flat, predicted

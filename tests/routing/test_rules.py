@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from megatron_eopt.routing import OverrideError, ParameterInfo, resolve
 from megatron_eopt.routing.entries import Layer, make_entries
-from megatron_eopt.routing.rules import Overruled, match_counts
+from megatron_eopt.routing.precedence import Overruled, match_counts
 from tests.routing.made import model
 
 QKV = "decoder.layers.0.self_attention.linear_qkv.weight"

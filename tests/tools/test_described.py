@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_eopt.cli import main
-from megatron_eopt.tools.plan.command import planned_run
+from megatron_eopt.tools.plan.plan_command import planned_run
 from tests.megatron.runs import MUON, ROOT, SMALL_GPT, TP2, train
 
 pytestmark = pytest.mark.wide

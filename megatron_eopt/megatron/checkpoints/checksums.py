@@ -17,9 +17,9 @@ from torch import Tensor
 from megatron_eopt.checkpoints.contents import CheckpointError
 from megatron_eopt.checkpoints.states import BLOCK, holding
 from megatron_eopt.checkpoints.sums import CHECKSUMS, Sums
-from megatron_eopt.megatron.agreement import say, union
 from megatron_eopt.megatron.checkpoints.sharding import sharded_tensors
 from megatron_eopt.megatron.checkpoints.stored import Stored
+from megatron_eopt.megatron.consensus import say, union
 from megatron_eopt.parallel.checksum import checksum
 from megatron_eopt.parallel.collectives import total
 from megatron_eopt.redirect import Original, around

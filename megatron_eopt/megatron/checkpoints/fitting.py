@@ -10,7 +10,6 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
 from megatron_eopt.checkpoints.states import BLOCK, MAIN, StateDict, base, split_key
-from megatron_eopt.megatron.agreement import say, union
 from megatron_eopt.megatron.checkpoints.refusals import (
     DISTRIBUTED_MAIN,
     FIRST_MOMENT,
@@ -18,6 +17,7 @@ from megatron_eopt.megatron.checkpoints.refusals import (
 )
 from megatron_eopt.megatron.checkpoints.sharding import Sharded, sharded_tensors, stacked_index, state_key
 from megatron_eopt.megatron.checkpoints.stored import Stored
+from megatron_eopt.megatron.consensus import say, union
 from megatron_eopt.step.modifiers import OPTIONAL
 from megatron_eopt.step.state import MOMENTUM_BUFFER
 

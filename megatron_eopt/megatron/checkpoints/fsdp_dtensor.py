@@ -22,13 +22,13 @@ from torch.optim.optimizer import Optimizer
 from megatron_eopt.checkpoints.contents import CheckpointError, read_layout
 from megatron_eopt.checkpoints.states import BLOCK, Settings, StateDict
 from megatron_eopt.matrices import WHOLE, Split
-from megatron_eopt.megatron.agreement import from_rank_0, union
+from megatron_eopt.megatron.checkpoints.complete import resumed
 from megatron_eopt.megatron.checkpoints.loading import report_changes, report_converted
 from megatron_eopt.megatron.checkpoints.matching import groups_after_load, of_whole, report_settings
 from megatron_eopt.megatron.checkpoints.refusals import FORMAT, FRESH, too_new
-from megatron_eopt.megatron.checkpoints.whole import resumed
+from megatron_eopt.megatron.consensus import from_rank_0, union
 from megatron_eopt.megatron.fused import in_shards
-from megatron_eopt.megatron.parameters import ModelParameter
+from megatron_eopt.megatron.model_parameters import ModelParameter
 from megatron_eopt.megatron.wrappers import torch_optimizers
 from megatron_eopt.parallel.dtensor import layout_of_dtensor
 from megatron_eopt.parallel.layout import split_layout

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from megatron.core.utils import unwrap_model
 
 from megatron_eopt.megatron import releases
-from megatron_eopt.megatron.agreement import union
-from megatron_eopt.megatron.support.run import on
+from megatron_eopt.megatron.consensus import union
+from megatron_eopt.megatron.support.facts import on
 from megatron_eopt.redirect import Original, around
 from megatron_eopt.routing import ParamPattern, rows
 

@@ -13,14 +13,14 @@ from megatron_eopt.checkpoints.contents import CheckpointError
 from megatron_eopt.checkpoints.states import BLOCK, StateDict, blocks_of, holding, split_key
 from megatron_eopt.checkpoints.sums import CHECKSUMS, saved_sums
 from megatron_eopt.megatron import releases
-from megatron_eopt.megatron.agreement import from_rank_0, say, union
 from megatron_eopt.megatron.checkpoints import matching
 from megatron_eopt.megatron.checkpoints.checksums import compare_sums
 from megatron_eopt.megatron.checkpoints.fitting import fit
 from megatron_eopt.megatron.checkpoints.refusals import of_another, of_buffers, problem_of, requested_of
 from megatron_eopt.megatron.checkpoints.sharding import sharded_tensors
 from megatron_eopt.megatron.checkpoints.stored import Stored, contents_of, read_stored
-from megatron_eopt.megatron.support.run import on
+from megatron_eopt.megatron.consensus import from_rank_0, say, union
+from megatron_eopt.megatron.support.facts import on
 from megatron_eopt.redirect import Original, around
 from megatron_eopt.routing import ParamPattern, compare, from_json, to_json, with_schedule
 

@@ -16,8 +16,8 @@ from torch.optim.optimizer import Optimizer
 from megatron_eopt.checkpoints.states import BLOCK, Block, Settings, StateDict, blocks_of, holding
 from megatron_eopt.family import CLASSES
 from megatron_eopt.megatron import releases
-from megatron_eopt.megatron.agreement import say
-from megatron_eopt.megatron.support.run import on
+from megatron_eopt.megatron.consensus import say
+from megatron_eopt.megatron.support.facts import on
 from megatron_eopt.megatron.wrappers import torch_optimizers
 from megatron_eopt.orthogonalize.coefficients import name_of_schedule
 from megatron_eopt.routing.patterns import compressed as boxes_of

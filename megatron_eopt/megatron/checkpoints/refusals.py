@@ -7,9 +7,9 @@ from typing import Any
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from megatron_eopt.checkpoints.states import BLOCK, MAIN, Block, StateDict, base, blocks_of, split_key
-from megatron_eopt.megatron.agreement import distinct, union
 from megatron_eopt.megatron.checkpoints.sharding import sharded_tensors
 from megatron_eopt.megatron.checkpoints.stored import Stored
+from megatron_eopt.megatron.consensus import distinct, union
 from megatron_eopt.registry import list_optimizers, optimizer_class
 from megatron_eopt.step.modifiers import OPTIONAL
 from megatron_eopt.step.state import MOMENTUM_BUFFER

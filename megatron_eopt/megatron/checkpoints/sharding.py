@@ -18,7 +18,7 @@ type ReplicaId = int | tuple[int, ...]
 """Megatron's number of a copy; the copy of zeros is saved."""
 
 
-class Side(NamedTuple):
+class Extent(NamedTuple):
     """From where to where this rank has one dimension of a tensor."""
 
     length: int  # global
@@ -41,8 +41,8 @@ def sharded_state(tensor: StateTensor, data: Tensor, parameter: Sharded, layouts
     if isinstance(parameter, ShardedTensor) or len(layouts) > 1 or "rows" not in tensor.dims:
         held = layout.rectangle
         sides = {
-            "rows": Side(layout.shape[0], held.top, held.bottom),
-            "columns": Side(layout.shape[1], held.left, held.right),
+            "rows": Extent(layout.shape[0], held.top, held.bottom),
+            "columns": Extent(layout.shape[1], held.left, held.right),
         }
         return _sharded(tensor, parameter.key, data, saved[0], sides, replica_id)
     state = []
@@ -56,16 +56,16 @@ def _sharded(
     parameter_key: str,
     data: Tensor,
     of_parameter: ShardedTensor,
-    sides: Mapping[str, Side],
+    sides: Mapping[str, Extent],
     replica_id: ReplicaId,
 ) -> list[ShardedTensor]:
     """One shard, or none where it is empty; ``sides``: the rows and columns."""
     if not data.numel():
         return []
     assert tensor.dims is not None
-    along = [Side(dim, 0, dim) if isinstance(dim, int) else sides[dim] for dim in tensor.dims]
+    along = [Extent(dim, 0, dim) if isinstance(dim, int) else sides[dim] for dim in tensor.dims]
     if not along:  # a scalar
-        along = [Side(1, 0, 1)]
+        along = [Extent(1, 0, 1)]
     shape = [side.end - side.start for side in along]
     assert list(data.shape) == shape[: data.ndim]
     # With its leading dimensions of one the tensor is whole: Megatron's own way to add them needs equal shards.
@@ -84,12 +84,12 @@ def _sharded(
     return [shard]
 
 
-def _sides(saved: ShardedTensor) -> dict[str, Side]:
+def _sides(saved: ShardedTensor) -> dict[str, Extent]:
     sides = {}
     for axis, name in enumerate(("rows", "columns"), start=saved.prepend_axis_num):
         start = saved.global_offset[axis]
         length = saved.local_shape[axis - saved.prepend_axis_num]
-        sides[name] = Side(saved.global_shape[axis], start, start + length)
+        sides[name] = Extent(saved.global_shape[axis], start, start + length)
     return sides
 
 

@@ -12,11 +12,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.checkpoints.states import BLOCK, Block, Settings, StateDict, base
-from megatron_eopt.megatron.agreement import distinct
 from megatron_eopt.megatron.at_average import go_on_from, has_average, save_average, trained_parameters
 from megatron_eopt.megatron.checkpoints import matching, sharding
 from megatron_eopt.megatron.checkpoints.loading import report_changes
 from megatron_eopt.megatron.checkpoints.refusals import FORMAT
+from megatron_eopt.megatron.consensus import distinct
 from megatron_eopt.megatron.wrappers import model_parameters
 from megatron_eopt.registry import BUILT_AS
 from megatron_eopt.routing import to_json

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from megatron_eopt.megatron.support.run import Run, on
+from megatron_eopt.megatron.support.facts import Run, on
 from megatron_eopt.registry import takes_matrices
 
 TORCH_FSDP2 = "TorchFullyShardedDataParallel"

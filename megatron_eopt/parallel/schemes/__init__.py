@@ -1,6 +1,6 @@
 """The schemes, as generators that yield where they would wait."""
 
-from megatron_eopt.parallel.records import Scheme
+from megatron_eopt.parallel.plan_records import Scheme
 from megatron_eopt.parallel.schemes import gram, whole
 
 SCHEMES: dict[Scheme, whole.Run] = {

@@ -18,7 +18,7 @@ from megatron_eopt.orthogonalize.forms import (
 )
 from megatron_eopt.parallel.collectives import all_gather, all_reduce, broadcast, reduce, reduce_scatter
 from megatron_eopt.parallel.exchange import Factors
-from megatron_eopt.parallel.records import in_rounds
+from megatron_eopt.parallel.plan_records import in_rounds
 from megatron_eopt.parallel.rectangles import cut_dimension
 from megatron_eopt.parallel.schemes.whole import Job
 

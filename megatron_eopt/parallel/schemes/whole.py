@@ -22,7 +22,7 @@ from megatron_eopt.parallel.exchange import (
     gather,
     shards_of,
 )
-from megatron_eopt.parallel.records import Bucket, Matrix
+from megatron_eopt.parallel.plan_records import Bucket, Matrix
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,7 +18,7 @@ from torch.nn import Module, Parameter
 
 from megatron_eopt.redirect import Redirection, Redirections, around
 from megatron_eopt.tools import cpu
-from megatron_eopt.tools.plan.arguments import parsed
+from megatron_eopt.tools.plan.parsed import parsed
 
 if TYPE_CHECKING:
     from megatron_eopt.megatron.factory import OptimizerOfRun

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from megatron_eopt.megatron.assignment import NOT_REGISTERED, assignments, group_settings
 from megatron_eopt.megatron.dealing import balances, items_of
-from megatron_eopt.megatron.entries import Overrides, all_entries
 from megatron_eopt.megatron.factory import OptimizerOfRun
 from megatron_eopt.megatron.fused import tag
 from megatron_eopt.megatron.manifest import rows_here
+from megatron_eopt.megatron.overrides import Overrides, all_entries
 from megatron_eopt.megatron.wrappers import OptimizerParameter
 from megatron_eopt.parallel.attributes import is_expert
 from megatron_eopt.parallel.deal import deal, to_and_fro

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_eopt.checkpoints.contents import Chunk, Contents, StoredTensor, read_blob
+from megatron_eopt.checkpoints.contents import Contents, SavedChunk, StoredTensor, read_blob
 from megatron_eopt.checkpoints.faults import Problem
 from megatron_eopt.checkpoints.sums import Sums
 from megatron_eopt.parallel.checksum import checksum
@@ -84,7 +84,7 @@ def check_data(contents: Contents, saved: Sums) -> Iterator[Problem]:
         yield Problem("error", what, _ANOTHER)
 
 
-def _look(contents: Contents, key: str, chunk: Chunk) -> _Look:
+def _look(contents: Contents, key: str, chunk: SavedChunk) -> _Look:
     """Load one archive; damage is an answer, not an exception."""
     try:
         archive = read_blob(contents.folder, chunk)
@@ -99,7 +99,7 @@ def _look(contents: Contents, key: str, chunk: Chunk) -> _Look:
         return _Look(f"is damaged: {str(error) or type(error).__name__}")
 
 
-def _look_at_values(archive: io.BytesIO, tensor: StoredTensor, chunk: Chunk) -> _Look:
+def _look_at_values(archive: io.BytesIO, tensor: StoredTensor, chunk: SavedChunk) -> _Look:
     archive.seek(0)
     stored = torch.load(archive, map_location="cpu", weights_only=True)
     if not isinstance(stored, torch.Tensor):

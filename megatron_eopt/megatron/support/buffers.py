@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 from megatron_eopt import registry
 from megatron_eopt.megatron import releases
+from megatron_eopt.megatron.support.facts import Run, on, primary_of
 from megatron_eopt.megatron.support.rules import unsupported
-from megatron_eopt.megatron.support.run import Run, on, primary_of
 from megatron_eopt.routing import OverrideError, read_overrides
 
 

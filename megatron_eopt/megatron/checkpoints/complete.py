@@ -22,9 +22,9 @@ from megatron_eopt.checkpoints.contents import (
 from megatron_eopt.checkpoints.faults import check_extra_states, check_pickles
 from megatron_eopt.checkpoints.gate import reading, readings
 from megatron_eopt.megatron import releases
-from megatron_eopt.megatron.agreement import from_rank_0, say
 from megatron_eopt.megatron.checkpoints.stored import contents_of, damage_of
-from megatron_eopt.megatron.support.run import primary_of
+from megatron_eopt.megatron.consensus import from_rank_0, say
+from megatron_eopt.megatron.support.facts import primary_of
 from megatron_eopt.redirect import Original, around
 from megatron_eopt.registry import list_optimizers
 from megatron_eopt.screen import printable

@@ -155,6 +155,6 @@ def test_builders_of_ones_own_get_their_config_as_it_is(monkeypatch):
 
 
 def test_our_config_is_none_for_megatron():
-    message = r"Megatron-Core's OptimizerConfig, which has a field optimizer, got megatron_eopt\.plain\.config\.Optim"
+    message = r"Megatron-Core's OptimizerConfig, which has a field optimizer, got megatron_eopt\.plain\.options\.Optim"
     with pytest.raises(TypeError, match=message):
         megatron_eopt.get_megatron_optimizer(OptimizerConfig(name="muon"), [model()])

@@ -8,7 +8,7 @@ from megatron.core.optimizer import get_standard_config_overrides
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 
 from megatron_eopt import registry
-from megatron_eopt.megatron.support.run import primary_of
+from megatron_eopt.megatron.support.facts import primary_of
 from megatron_eopt.registry import takes_matrices
 from megatron_eopt.routing import ParameterInfo, entries_from_dict, read_overrides
 from megatron_eopt.routing.entries import Entry, Layer, make_entries

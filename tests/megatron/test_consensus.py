@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_eopt.megatron import agreement
-from megatron_eopt.megatron.agreement import distinct
-from megatron_eopt.megatron.parameters import ModelParameter
+from megatron_eopt.megatron import consensus
+from megatron_eopt.megatron.consensus import distinct
+from megatron_eopt.megatron.model_parameters import ModelParameter
 from megatron_eopt.parallel import collectives
 from megatron_eopt.routing import ParameterInfo
 
@@ -70,7 +70,7 @@ def world(monkeypatch):
         found = Ranks(ranks)
         monkeypatch.setattr(collectives, "dist", found)
         monkeypatch.setattr(
-            agreement,
+            consensus,
             "dist",
             SimpleNamespace(group=SimpleNamespace(WORLD=found), get_global_rank=found.get_global_rank),
         )
@@ -144,7 +144,7 @@ def test_the_first_parameter_that_differs_is_named(world, group, of_rank_2, line
         here = [parameter(**each, expert=expert) for each in described]
         here.append(parameter(f"of rank {rank}", expert=not expert))  # which other ranks have
         try:
-            agreement.refuse_different_parameters(here, SimpleNamespace(**{group: ran}))
+            consensus.refuse_different_parameters(here, SimpleNamespace(**{group: ran}))
         except ValueError as error:
             return str(error)
 

@@ -11,8 +11,8 @@ from megatron_eopt.family import DEFAULT_TP_MODE as DEFAULT_TP_MODE
 from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.megatron.given import TYPED, refuse_idle_of_megatrons
 from megatron_eopt.megatron.run_flags import FLAGS, OF_OPTIMIZERS, RUN_FLAGS
-from megatron_eopt.megatron.support.layout import clear_where_refused
-from megatron_eopt.megatron.support.run import on, primary_of
+from megatron_eopt.megatron.support.buffers import clear_where_refused
+from megatron_eopt.megatron.support.facts import on, primary_of
 from megatron_eopt.redirect import Original, around
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, list_optimizers
 from megatron_eopt.screen import refuse_once

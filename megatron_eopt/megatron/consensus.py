@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from megatron_eopt.megatron.parameters import ModelParameter
+from megatron_eopt.megatron.model_parameters import ModelParameter
 from megatron_eopt.parallel.agreement import hashed, versions
 from megatron_eopt.parallel.attributes import is_expert
 from megatron_eopt.parallel.collectives import gather_numbers, lowest, values_of

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.parallel.cost import Work
-from megatron_eopt.parallel.deal import Item, deal, to_and_fro
+from megatron_eopt.parallel.deal import Item, deal, snake_order
 from megatron_eopt.parallel.rectangles import Rectangle
 
 sys.path.append(str(Path(__file__).parent / "bench"))
@@ -59,7 +59,7 @@ def dealt(name: str, pipeline: int, data: int) -> float:
     counts = entries(name, pipeline)
     items = [Item(*each) for each in zip(parameters(name, pipeline), counts, strict=True)]
     held = [0] * data
-    for rank, count in zip(deal(items, to_and_fro(counts, data), data, WORK).ranks, counts, strict=True):
+    for rank, count in zip(deal(items, snake_order(counts, data), data, WORK).ranks, counts, strict=True):
         held[rank] += count
     return max(held) / sum(held)
 

@@ -218,9 +218,9 @@ def test_what_makes_an_optimizer_may_be_a_partial_or_a_function(made_by, known):
     assert type(optimizer) is TensorParallelMuon
     assert (optimizer.param_groups[0]["lr"], registry.name_of(optimizer)) == (5, "made")
     assert registry.takes_matrices("made") is known
-    assert not registry.class_named("made").pairs_rows
+    assert not registry.class_named("made").row_order_matters
     registry.register_optimizer("factors", registry.EmergingOptimizerEntry(partial(SOAP)))
-    assert registry.class_named("factors").pairs_rows
+    assert registry.class_named("factors").row_order_matters
 
 
 class Traced(torch.optim.SGD):

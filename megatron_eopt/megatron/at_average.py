@@ -43,7 +43,7 @@ def evaluated_at_average(
 
 def has_average(wrapper: Any) -> bool:
     """Whether the model of an optimizer is an average of what it trains."""
-    return isinstance(wrapper.optimizer, BaseOptimizer) and wrapper.optimizer.live_key is not None
+    return isinstance(wrapper.optimizer, BaseOptimizer) and wrapper.optimizer.train_weight_key is not None
 
 
 def save_average(wrapper: Any, model_sharded_state_dict: Any) -> None:
@@ -62,11 +62,11 @@ def trained_parameters(wrapper: Any) -> dict[int, tuple[str, Tensor]]:
     found = {}
     for index, (own, model) in enumerate(_pairs(wrapper)):
         if own is model:
-            found[index] = (wrapper.optimizer.live_key, own.detach())
+            found[index] = (wrapper.optimizer.train_weight_key, own.detach())
     return found
 
 
-def go_on_from(wrapper: Any, loaded: Mapping[int, Tensor]) -> None:
+def restore_training_weights(wrapper: Any, loaded: Mapping[int, Tensor]) -> None:
     """After a load, continue from ``loaded`` parameters or fp32 copies."""
     with torch.no_grad():
         for index, (own, model) in enumerate(_pairs(wrapper)):

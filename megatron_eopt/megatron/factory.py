@@ -10,7 +10,7 @@ from megatron_eopt.checkpoints.contents import TRACKER
 from megatron_eopt.megatron import assignment, consensus, dealing, fsdp, qk_clip, releases
 from megatron_eopt.megatron.checkpoints.adam_of_buffers import AdamOfBuffers
 from megatron_eopt.megatron.checkpoints.fsdp_dtensor import SavedShards
-from megatron_eopt.megatron.checkpoints.layers import keep_apart, layers_differ
+from megatron_eopt.megatron.checkpoints.layers import layers_differ, set_per_layer_keys
 from megatron_eopt.megatron.checkpoints.torch_dist import SavedState, refuse_unsaved
 from megatron_eopt.megatron.command_line import loads_its_own
 from megatron_eopt.megatron.config import config_of_run
@@ -144,7 +144,7 @@ class OptimizerOfRun:
             SavedShards(self.optimizer.chained_optimizers[0], self)
             return
         differ = layers_differ(self.families, frozen_names(self.model_chunks))
-        keep_apart(self.model_chunks, differ)
+        set_per_layer_keys(self.model_chunks, differ)
         for wrapper in distributed_wrappers(self.optimizer):
             AdamOfBuffers(wrapper)
         for number, wrapper in enumerate(plain_wrappers(self.optimizer)):  # of which the first saves the manifest

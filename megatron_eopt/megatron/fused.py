@@ -110,7 +110,7 @@ def split_of(
     made_of = fused(parameter)
     if made_of is None:
         return None
-    if assigned.optimizer is not None and class_named(assigned.optimizer).pairs_rows:
+    if assigned.optimizer is not None and class_named(assigned.optimizer).row_order_matters:
         if name == "none" and made_of.matrices.order == "per_shard":
             raise OverrideError(
                 f"{parameter.name} holds {made_of.what} in an order that follows the tensor-parallel ranks, and what "

@@ -186,5 +186,5 @@ def _scheduled_average(config: Any, built: Iterable[str]) -> list[str]:
         f"{name} needs no schedule of the learning rate, and --lr-decay-style {style} lets it fall to --min-lr: take "
         f"--lr-decay-style constant, and its own warmup_steps"
         for name in built
-        if class_named(name).live_key is not None
+        if class_named(name).train_weight_key is not None
     ]

@@ -91,7 +91,7 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
 
     def _check_together(self, group: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
         for key in ("orthogonalize", "scaled_orthogonalize_fn"):
-            if self._of_user(key):
+            if self._overridden(key):
                 raise TypeError(
                     f"{type(self).__name__} has an {key} of its own, which makes scaled updates; the second moment "
                     f"needs the orthogonal factors of all matrices together, before they are scaled: set "

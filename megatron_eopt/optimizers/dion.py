@@ -21,14 +21,14 @@ from megatron_eopt.settings.records import Setting
 from megatron_eopt.settings.values import ABOVE_0_UP_TO_1, Scalar
 from megatron_eopt.step.foreach import where
 from megatron_eopt.step.parameters import DescribedMatrix, TensorParallelGroups, names_of_last
-from megatron_eopt.step.session import Settled
+from megatron_eopt.step.session import StepCache
 from megatron_eopt.step.state import MOMENTUM_BUFFER, StateTensor, check_placements
 from megatron_eopt.step.whole_matrices import (
     GRADIENT,
+    MatrixPlan,
     MatrixStack,
     MatrixStep,
     ParameterStep,
-    Planned,
     Program,
     StackedOptimizer,
     subtract,
@@ -130,7 +130,7 @@ class Dion(StackedOptimizer):
     ) -> None:
         super().__init__(params, locals())
 
-    def _describe(self, name: str, plan: Planned, parameter: Tensor) -> DescribedMatrix:
+    def _describe(self, name: str, plan: MatrixPlan, parameter: Tensor) -> DescribedMatrix:
         rows, cols = plan.layout.shape
         rms = sqrt(rank_of(self._fraction(parameter), rows, cols)) / cols
         scheme = "low rank" if plan.layout.sharded else "local"
@@ -150,7 +150,7 @@ class Dion(StackedOptimizer):
         fraction: float = self.group_of(parameter)["rank_fraction"]
         return fraction
 
-    def _settled(self, engine: Engine) -> Settled:
+    def _settled(self, engine: Engine) -> StepCache:
         """Also refuse another rank than that of the state."""
         for parameter in self._parameters():
             state = self.state.get(parameter, {})

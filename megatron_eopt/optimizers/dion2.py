@@ -19,7 +19,7 @@ from megatron_eopt.settings.values import ABOVE_0_UP_TO_1, Scalar
 from megatron_eopt.step.foreach import where
 from megatron_eopt.step.parameters import DescribedMatrix, TensorParallelGroups
 from megatron_eopt.step.state import StateTensor
-from megatron_eopt.step.whole_matrices import GRADIENT, MatrixStack, MatrixStep, Planned, StackedOptimizer
+from megatron_eopt.step.whole_matrices import GRADIENT, MatrixPlan, MatrixStack, MatrixStep, StackedOptimizer
 
 MOMENTUM_SUM = "momentum_sum"  # no average, so that no first moment of Adam's is taken for it
 
@@ -102,10 +102,10 @@ class Dion2(StackedOptimizer):
         """The momentum."""
         return [StateTensor(MOMENTUM_SUM, dtype=torch.promote_types(parameter.dtype, torch.float32))]
 
-    def _plan(self, end: str, layout: Layout, longest: int) -> Planned:
-        return Planned(end, layout, (False, False), cost=prod(layout.shape) * min(layout.shape))
+    def _plan(self, end: str, layout: Layout, longest: int) -> MatrixPlan:
+        return MatrixPlan(end, layout, (False, False), cost=prod(layout.shape) * min(layout.shape))
 
-    def _describe(self, name: str, plan: Planned, parameter: Tensor) -> DescribedMatrix:
+    def _describe(self, name: str, plan: MatrixPlan, parameter: Tensor) -> DescribedMatrix:
         described = super()._describe(name, plan, parameter)
         scale = muon_scale_factor(*plan.layout.shape, "unit_rms_norm")
         selected = selected_of(self.group_of(parameter), plan.layout.shape)

@@ -31,10 +31,10 @@ from megatron_eopt.step.parameters import DescribedMatrix, names_of_last
 from megatron_eopt.step.state import MOMENTUM_BUFFER, StateTensor
 from megatron_eopt.step.whole_matrices import (
     WEIGHT,
+    MatrixPlan,
     MatrixStack,
     MatrixStep,
     ParameterStep,
-    Planned,
     Program,
     StackedOptimizer,
     write_copies,
@@ -169,10 +169,10 @@ class DistributedMuon(StackedOptimizer):
         """The momentum on the compute rank; nothing elsewhere."""
         return [StateTensor(MOMENTUM_BUFFER)] if self._computes(parameter) else []
 
-    def _plan(self, end: str, layout: Layout, longest: int) -> Planned:
-        return Planned(end, layout, (False, False), cost=prod(layout.shape))
+    def _plan(self, end: str, layout: Layout, longest: int) -> MatrixPlan:
+        return MatrixPlan(end, layout, (False, False), cost=prod(layout.shape))
 
-    def _describe(self, name: str, plan: Planned, parameter: Tensor) -> DescribedMatrix:
+    def _describe(self, name: str, plan: MatrixPlan, parameter: Tensor) -> DescribedMatrix:
         shape = plan.layout.shape
         scale = muon_scale_factor(*shape, _SCALE)
         rms = predicted_update_rms(*shape, _SCALE)

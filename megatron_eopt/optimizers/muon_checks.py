@@ -31,7 +31,7 @@ def check_decided(optimizer: Any, group: Mapping[str, Any], settings: Mapping[st
     for key, functions in DECIDED_BY.items():
         if key not in group:
             continue
-        users = optimizer._of_user(*functions)
+        users = optimizer._overridden(*functions)
         if users:
             decides = f"{users[0]} of your own decides"
         elif rule and key in names_of(SCALE):
@@ -45,9 +45,9 @@ def check_functions(optimizer: Any, settings: Mapping[str, Any]) -> None:
     """Refuse functions of the user's that do not go with other settings."""
     name = type(optimizer).__name__
     rule = size_of_updates(optimizer, settings)
-    if rule and optimizer._of_user("scale_factor_fn"):
+    if rule and optimizer._overridden("scale_factor_fn"):
         raise ValueError(f"scale_factor_fn has no effect here: the size of an update is {rule}; set lr")
-    users = optimizer._of_user(*OF_PARAMETERS)
+    users = optimizer._overridden(*OF_PARAMETERS)
     if not users:
         return
     if settings["offload_fraction"] or settings["cuda_graphs"]:

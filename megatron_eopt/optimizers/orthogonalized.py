@@ -144,7 +144,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
             function = values.pop(key, None)
             if function is not None:
                 vars(self)[key] = function
-            users = self._of_user(key, "scaled_orthogonalize_fn")
+            users = self._overridden(key, "scaled_orthogonalize_fn")
             if not users and getattr(type(self), key) is getattr(OrthogonalizedOptimizer, key):
                 warnings.warn(f"{type(self).__name__} has no {key}: updates are not {done}", stacklevel=4)
 
@@ -168,7 +168,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
             self._check_parameter(parameter, called)
 
     def _check_parameter(self, parameter: Tensor, called: str) -> None:
-        users = self._of_user(*OF_PARAMETERS)
+        users = self._overridden(*OF_PARAMETERS)
         if parameter.ndim <= 2 or declared_split(parameter) is not None or not users:  # who may know more than matrices
             check_matrix(type(self).__name__, parameter, f"orthogonalizes matrices, but {called}")
         self._check_split(parameter)
@@ -243,7 +243,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         """Factor of the orthogonal factor; 1 without a function."""
         return 1.0
 
-    def _of_user(self, *names: str) -> list[str]:
+    def _overridden(self, *names: str) -> list[str]:
         """Which of these methods a user has overridden or set."""
         owners = {name: next(cls for cls in type(self).__mro__ if name in vars(cls)) for name in names}
         return [name for name, cls in owners.items() if name in vars(self) or not is_ours(cls)]

@@ -18,8 +18,8 @@ from megatron_eopt.step.state import StateTensor
 from megatron_eopt.step.whole_matrices import (
     CLOCK,
     EXP_AVG,
+    MatrixPlan,
     MatrixStack,
-    Planned,
     StackedOptimizer,
     first_moment,
     refreshes,
@@ -105,9 +105,9 @@ class PSGDKron(StackedOptimizer):
         Setting("max_update_rms", "Largest RMS of the entries of an update; 0 for no bound.", AT_LEAST_0),
         Setting("max_dim", "The longest side that has a factor; a longer one has its diagonal.", count(0)),
     )
-    carried_settings = frozenset({CLOCK})
+    persistent_group_keys = frozenset({CLOCK})
     counters = frozenset({CLOCK})
-    pairs_rows = True
+    row_order_matters = True
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class PSGDKron(StackedOptimizer):
                 f"{type(self).__name__}: min_precond_lr must be at most precond_lr, got {least} and {rate}"
             )
 
-    def _plan(self, end: str, layout: Layout, longest: int) -> Planned:
+    def _plan(self, end: str, layout: Layout, longest: int) -> MatrixPlan:
         plan = super()._plan(end, layout, longest)
         rows, cols = layout.shape
         plan.cost += rows * cols  # diagonals, too, are of whole matrices

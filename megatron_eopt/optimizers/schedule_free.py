@@ -89,9 +89,9 @@ class ScheduleFreeAdamW(BaseOptimizer):
         Setting("r", "For schedulefree: power of a step's number in the weight of the step.", FINITE),
         Setting("weight_lr_power", "For schedulefree: power of the largest rate in the weight of a step.", AT_LEAST_0),
     )
-    carried_settings = frozenset({TRAIN_MODE, COUNT})
+    persistent_group_keys = frozenset({TRAIN_MODE, COUNT})
     counters = frozenset({COUNT})
-    live_key = KEPT
+    train_weight_key = KEPT
     weight_keys = (Z, X, KEPT)
 
     _first_rates: list[float | None] | None = None  # of the groups; None of one that is a tensor

@@ -259,6 +259,6 @@ class KLShampoo(Preconditioning):
 
     whitens = True
 
-    def rests(self, group: Mapping[str, Any]) -> bool:
+    def skips_first_update(self, group: Mapping[str, Any]) -> bool:
         """The inverse of a single gradient would be as large as its smallest singular value is small."""
         return True

@@ -186,7 +186,7 @@ class SOAP(FactoredOptimizer):
                 "orthogonalize=True, or take it away"
             )
 
-    def rests(self, group: Mapping[str, Any]) -> bool:
+    def skips_first_update(self, group: Mapping[str, Any]) -> bool:
         """Not where a gradient is seen in a basis of itself."""
         return bool(group["basis_of"] == "previous")
 

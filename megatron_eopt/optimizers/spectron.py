@@ -38,7 +38,7 @@ from megatron_eopt.step.parameters import (
     names_of_last,
     scale_rows,
 )
-from megatron_eopt.step.session import Settled
+from megatron_eopt.step.session import StepCache
 from megatron_eopt.step.state import MOMENTUM_BUFFER, StateTensor, check_placements
 
 
@@ -267,7 +267,7 @@ class Spectron(BaseOptimizer):
                 described[parameter].append(DescribedMatrix(name, shapes[i], found[i], 1.0, None))
         return described
 
-    def _settled(self, engine: Engine) -> Settled:
+    def _settled(self, engine: Engine) -> StepCache:
         """Also settle the factors, whose rank cannot change."""
         plan = self._proposed_plan()
         for first, *_ in plan.factors.values():

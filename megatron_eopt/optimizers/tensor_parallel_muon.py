@@ -64,7 +64,7 @@ from megatron_eopt.step.parameters import (
     local,
     names_of_last,
 )
-from megatron_eopt.step.session import Settled
+from megatron_eopt.step.session import StepCache
 from megatron_eopt.step.state import StateTensor, bytes_of_entry
 from megatron_eopt.step.step import Batch, Step, cast_to_average, of_parameters, scaled
 from megatron_eopt.step.step_kernels import StepKernels
@@ -185,7 +185,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     """
 
     group_keys: ClassVar[tuple[str, ...]] = ("lr", "momentum", "nesterov", "weight_decay", DECOUPLED, METHOD)
-    carried_settings = frozenset({MOMENTUM_STEPS})
+    persistent_group_keys = frozenset({MOMENTUM_STEPS})
     counters = frozenset({MOMENTUM_STEPS})
     split_lengths = (3, 4)
     momentum_key = "momentum"
@@ -294,12 +294,12 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         """Bytes of each entry that the program copies where kernels serve; if any, it may read gradients."""
         of_groups = map(self.effective, self.param_groups)
         measures = any(each["moment2_method"] != "none" and modifiers.measures(each) for each in of_groups)
-        return OF_ENTRY if measures or self._of_user("program") else self.copied
+        return OF_ENTRY if measures or self._overridden("program") else self.copied
 
     def _take(self, ok: Flag) -> None:
         session = self._session
         held_norms.find_norms(self)
-        if self._of_user(*OF_PARAMETERS):
+        if self._overridden(*OF_PARAMETERS):
             batches = self._take_users(ok)
         else:
             batches = self._batches(ok)
@@ -384,7 +384,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         engine, index, group = self._engine_for(p, grad, group_settings)
         shards = engine.split([index], [local(grad)])
         matrices = engine.matrices[index]
-        if self._of_user("scaled_orthogonalize_fn"):
+        if self._overridden("scaled_orthogonalize_fn"):
             tp = getattr(self.pg_collection, "expt_tp" if is_expert(p) else "tp", None)
             updates = scaled_by_user(self.scaled_orthogonalize_fn, tp, engine, index, shards)
         else:
@@ -418,7 +418,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         return of_p, 0, group
 
     def _factors(self, engine: Engine, index: int, shards: list[Tensor]) -> list[Tensor]:
-        if self._of_user("orthogonalize_fn"):
+        if self._overridden("orthogonalize_fn"):
             return factors_by_user(self.orthogonalize_fn, engine, index, shards)
         return engine.factors([index], shards)
 
@@ -454,7 +454,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         joint = getattr(self.pg_collection, "tp_dp_cp", None) if self.tp_mode in ("owner", "auto") else None
         return shared_out(layout, sharers, joint)
 
-    def _settled(self, engine: Engine) -> Settled:
+    def _settled(self, engine: Engine) -> StepCache:
         """Also find scales, which a user's function may get wrong, and kernels."""
         settled = super()._settled(engine)
         matrices = zip(self._parameters(), engine.matrices, strict=True)
@@ -468,7 +468,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     def predicted_rms(self, rows: int, cols: int, group: Mapping[str, Any] | None = None) -> float | None:
         """RMS of first updates before ``lr``; None where gradients or a user's function decide."""
         settings = self.effective(group or {})
-        users = self._of_user(*OF_PARAMETERS, "scale_factor_fn", "program")
+        users = self._overridden(*OF_PARAMETERS, "scale_factor_fn", "program")
         if self.measures or users or modifiers.needs_norm(settings):
             return None
         muon_rms = predicted_update_rms(rows, cols, settings["scale_mode"], settings["extra_scale_factor"])
@@ -557,7 +557,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         no_place: set[str] = set()
         if not self.decays_weights:
             no_place |= {DECOUPLED, METHOD}
-        if self.size_rule or self._of_user("scale_factor_fn"):
+        if self.size_rule or self._overridden("scale_factor_fn"):
             no_place |= set(names_of(SCALE))
         return {key: value for key, value in settings.items() if key not in no_place}
 
@@ -573,7 +573,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     def _scale(self, group: Mapping[str, Any]) -> Callable[[int, int], float] | None:
         """The scale of a group's matrices; None for 1."""
-        if self._of_user("scale_factor_fn"):
+        if self._overridden("scale_factor_fn"):
             return self.scale_factor_fn
         settings = self.effective(group)
         if self.measures or modifiers.sizes(settings):

@@ -25,7 +25,7 @@ from megatron_eopt.step.loaded_state import (
     hook_loaded,
     hooked,
     name_in_states,
-    note_begun_anew,
+    warn_reinitialized,
 )
 from megatron_eopt.step.nonfinite import Flag, WithoutGradients, check_gradients
 from megatron_eopt.step.parameters import check_parameters, check_scalable, parameter_names, parameters_in
@@ -451,7 +451,7 @@ class Muon(Optimizer):
                 elif parameter.requires_grad:
                     lacking.append(called[parameter])
         check_loaded(self._of_adamw, loaded, described.__getitem__, self.matrices.matrix_layouts, called)
-        note_begun_anew(self._of_adamw, lacking)
+        warn_reinitialized(self._of_adamw, lacking)
 
 
 def _adamw_of(called: str, params: list[Any], settings: Mapping[str, Any]) -> AdamW | None:

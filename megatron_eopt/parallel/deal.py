@@ -74,7 +74,7 @@ def deal(items: Sequence[Item], by_size: Sequence[int], ranks: int, works: Works
     return Deal(tuple(rank_of), tuple(load), tuple(before)) if max(load) < max(before) else kept
 
 
-def to_and_fro(entries: Sequence[int], ranks: int) -> list[int]:
+def snake_order(entries: Sequence[int], ranks: int) -> list[int]:
     """Megatron's layer-wise deal: the smallest first, to and fro."""
     rank_of = [0] * len(entries)
     for number, index in enumerate(sorted(range(len(entries)), key=lambda index: entries[index])):

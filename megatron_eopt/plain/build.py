@@ -29,7 +29,7 @@ from megatron_eopt.plain.kinds import Group, Rule, decays
 from megatron_eopt.plain.options import OptimizerConfig, config_of, given_fields
 from megatron_eopt.registry import get_optimizer_builder, register_optimizer
 from megatron_eopt.step.nonfinite import listed, warn_of_fp16
-from megatron_eopt.step.parameters import FLATTENED, NAME, OF_FSDP1, parameters_in
+from megatron_eopt.step.parameters import FLATTENED, FSDP1_MESSAGE, NAME, parameters_in
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig | Any) -> Optimize
     trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
     for name, parameter in trained:
         if getattr(parameter, FLATTENED, False):
-            raise ValueError(f"{name} {OF_FSDP1}")
+            raise ValueError(f"{name} {FSDP1_MESSAGE}")
     kinds.mark_embeddings_and_outputs(model)
     kinds.mark_no_linear_maps(model)
     tag_declared(trained)

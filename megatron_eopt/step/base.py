@@ -36,10 +36,10 @@ from megatron_eopt.step.loaded_state import (
     hooked,
     lacking,
     mark_of,
-    note_begun_anew,
     note_forgotten,
     note_loaded,
     place,
+    warn_reinitialized,
     with_steps,
     without_hooks,
     without_host,
@@ -59,12 +59,12 @@ from megatron_eopt.step.parameters import (
     parameter_names,
     parameters_in,
     refuse_flattened,
-    said_of,
-    say_again,
+    restore_attributes,
+    saved_attributes,
     scale_rows,
     sharing_groups,
 )
-from megatron_eopt.step.session import Session, Settled
+from megatron_eopt.step.session import Session, StepCache
 from megatron_eopt.step.state import STATE_OF, States, StateTensor, bytes_of_entry, forget_replaced
 from megatron_eopt.step.users_functions import OF_USERS, warn_of_uncalled
 
@@ -90,14 +90,16 @@ class BaseOptimizer(Optimizer):
     group_keys: ClassVar[tuple[str, ...]] = ()  # settings that every group has; by default all that are not ``whole``
     only: Mapping[str, tuple[object, ...]] = MappingProxyType({})  # setting -> values, where some have no place
     instead: Mapping[str, str] = MappingProxyType({})  # setting -> what to do where a value of it has no place
-    carried_settings: ClassVar[frozenset[str]] = frozenset()  # made by itself, and needed to go on alike
+    persistent_group_keys: ClassVar[frozenset[str]] = frozenset()  # made by itself, and needed to go on alike
     counters: ClassVar[frozenset[str]] = frozenset()  # of these, those that count steps
     split_lengths: ClassVar[tuple[int, ...]] = (3, 4)  # how many logical matrices a fused projection may have
     decays_weights: ClassVar[bool] = True  # without, what fills settings from a run's leaves the weight decay at 0
     elementwise: ClassVar[bool] = False  # whether any part of a parameter steps as within the whole
     weight_keys: ClassVar[tuple[str, ...]] = ()  # state that is a copy of the weight, which ``scale_rows`` scales too
-    live_key: ClassVar[str | None] = None  # state of the training weights, where checkpoints hold ``exported()`` ones
-    pairs_rows: ClassVar[bool] = False  # whether state pairs rows with rows, so that their order is part of it
+    train_weight_key: ClassVar[str | None] = (
+        None  # state of training weights, where checkpoints hold ``exported()`` ones
+    )
+    row_order_matters: ClassVar[bool] = False  # whether state pairs rows with rows, so that their order is part of it
     # Names of further arguments of a user's, which groups have too, and which may be anything.
     users_settings: frozenset[str] = frozenset()
 
@@ -373,18 +375,18 @@ class BaseOptimizer(Optimizer):
         except Exception:
             self.param_groups.pop()
             raise
-        known = {"params", *self.defaults, *self.settings_of_groups(), *self.carried_settings}
+        known = {"params", *self.defaults, *self.settings_of_groups(), *self.persistent_group_keys}
         for key in group:
             if key not in known and (key in RECORDS or key in settings_of(type(self))):
                 of_groups.warn(f"{name}: groups have no {key} of their own, so it has no effect in one")
         for key, meant in misspelt(group, known - self.users_settings).items():
             of_groups.warn(f"{name}: {key!r} is no setting of its groups, so it has no effect, did you mean {meant!r}?")
         group[STATE_OF] = mark_of(self)
-        session.said = said_of(self._parameters())
+        session.said = saved_attributes(self._parameters())
 
     def init_state(self) -> None:
         """Create all state, as a checkpoint load needs it."""
-        self._follow_replaced()
+        self._rebind_parameters()
         for group in self.param_groups:
             self._init_group(group)
 
@@ -394,10 +396,10 @@ class BaseOptimizer(Optimizer):
             if parameter.grad is not None or not skip_non_grad_params:
                 self._states.of(parameter)
 
-    def _follow_replaced(self) -> None:
+    def _rebind_parameters(self) -> None:
         """Treat parameters that were put into groups in place of others as these."""
         parameters = self._parameters()
-        say_again(parameters, self._session.said)
+        restore_attributes(parameters, self._session.said)
         self._session.key_ends.clear()
         forget_replaced(type(self).__name__, self.state, parameters)
         if not self.elementwise:
@@ -478,7 +480,7 @@ class BaseOptimizer(Optimizer):
         with without_hooks(self):
             super().load_state_dict({**state_dict, "param_groups": groups, "state": of_devices})
         note_loaded(name, converted, place(self._states, loaded))
-        note_begun_anew(name, begun_anew)
+        warn_reinitialized(name, begun_anew)
         self._session.engine = None
         self._session.changing = False
         self._loaded()
@@ -499,7 +501,7 @@ class BaseOptimizer(Optimizer):
                 f"{name}: the state has a different number of parameter groups, {len(saved)} in place of "
                 f"{len(self.param_groups)}"
             )
-        needed = self.defaults.keys() | self.settings_of_groups().keys() | self.carried_settings
+        needed = self.defaults.keys() | self.settings_of_groups().keys() | self.persistent_group_keys
         groups = []
         for of_state, own in zip(saved, self.param_groups, strict=True):
             group = dict(of_state)
@@ -547,7 +549,7 @@ class BaseOptimizer(Optimizer):
         """
         session = self._session
         if session.engine is None:
-            self._follow_replaced()
+            self._rebind_parameters()
             session.tags = self._tags()
         functions, planned = self._planned_settings()
         if session.engine is None or session.engine_of != (functions, planned):
@@ -577,9 +579,9 @@ class BaseOptimizer(Optimizer):
             session.nonfinite = NonFinite(self._names_of_step, torch.device(devices[0]))
         return session.engine
 
-    def _settled(self, engine: Engine) -> Settled:
+    def _settled(self, engine: Engine) -> StepCache:
         """Find what follows from an agreed engine; raises before anything is kept."""
-        return Settled()
+        return StepCache()
 
     @property
     def engine(self) -> Engine:
@@ -636,7 +638,7 @@ class BaseOptimizer(Optimizer):
         if len(parameters) != len(session.parameters) or not all(map(is_, parameters, session.parameters)):
             session.engine = session.nonfinite = None  # of other parameters
         if session.engine is None:
-            self._follow_replaced()
+            self._rebind_parameters()
         self._count_anew()
         self._check_tags()
         self._check_gradients(parameters)

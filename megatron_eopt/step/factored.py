@@ -44,13 +44,13 @@ class FactoredOptimizer(StackedOptimizer):
     """
 
     own_settings: ClassVar[tuple[Setting, ...]] = (FACTOR_PRECISION,)
-    carried_settings = frozenset({CLOCK})
+    persistent_group_keys = frozenset({CLOCK})
     counters = frozenset({CLOCK})
-    pairs_rows = True
+    row_order_matters = True
 
     share_over_dp: bool
 
-    def rests(self, group: Mapping[str, Any]) -> bool:
+    def skips_first_update(self, group: Mapping[str, Any]) -> bool:
         """Whether the first gradient makes the factors alone."""
         return False
 
@@ -125,7 +125,7 @@ class FactoredOptimizer(StackedOptimizer):
             has_factors, makes_them = self._known(starting, ok)
             for p, has, makes in zip(starting, has_factors, makes_them, strict=True):
                 p.first = not has
-                p.rests = self.rests(p.group)
+                p.skips_first_update = self.skips_first_update(p.group)
                 if has or makes:
                     self._note_begun(p.parameter, STEPS)
                 else:

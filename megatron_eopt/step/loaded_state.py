@@ -223,7 +223,7 @@ def check_finite(name: str, values: Iterable[tuple[str, Tensor, torch.dtype]]) -
             )
 
 
-def note_begun_anew(name: str, lacking: Sequence[str]) -> None:
+def warn_reinitialized(name: str, lacking: Sequence[str]) -> None:
     """Warn of parameters without any state, as after a save before the first step."""
     if lacking:  # on every rank, each of which may lack other ones
         logger.warning(

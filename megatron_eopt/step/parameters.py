@@ -24,7 +24,7 @@ FLATTENED = "_fsdp_flattened"  # torch's, of what FSDP1 has wrapped
 
 SAID = (NAME, ATTRIBUTE)  # what a parameter that replaces another one says as well
 
-OF_FSDP1 = (
+FSDP1_MESSAGE = (
     "is wrapped by FullyShardedDataParallel (FSDP1), whose shards are vectors that do not say which matrix they are "
     "of: take fully_shard (FSDP2), in accelerate fsdp_version=2"
 )
@@ -110,7 +110,7 @@ def refuse_flattened(name: str, groups: Sequence[dict[str, Any]], given: Collect
     """Refuse flat shards, such as FSDP1's; ``given`` are shapes that parameters had."""
     for parameter, called in zip(parameters_in(groups), parameter_names(groups, shapes=False), strict=True):
         if getattr(parameter, FLATTENED, False):
-            raise ValueError(f"{name}: {called} {OF_FSDP1}")
+            raise ValueError(f"{name}: {called} {FSDP1_MESSAGE}")
         if given and parameter.ndim < 2 and parameter.shape not in given:
             raise ValueError(
                 f"{name}: {called} has shape {tuple(parameter.shape)}, which none had that the optimizer was given: a "
@@ -119,12 +119,12 @@ def refuse_flattened(name: str, groups: Sequence[dict[str, Any]], given: Collect
             )
 
 
-def said_of(parameters: Iterable[Tensor]) -> list[tuple[torch.Size, dict[str, Any]]]:
+def saved_attributes(parameters: Iterable[Tensor]) -> list[tuple[torch.Size, dict[str, Any]]]:
     """Shapes of parameters, and what they say of themselves."""
     return [(p.shape, {key: vars(p)[key] for key in SAID if key in vars(p)}) for p in parameters]
 
 
-def say_again(parameters: Sequence[Tensor], said: Sequence[tuple[torch.Size, dict[str, Any]]]) -> None:
+def restore_attributes(parameters: Sequence[Tensor], said: Sequence[tuple[torch.Size, dict[str, Any]]]) -> None:
     """Let parameters that replaced others, of the same shapes, say what those said."""
     if [p.shape for p in parameters] != [shape for shape, _ in said]:
         return

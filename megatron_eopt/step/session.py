@@ -17,7 +17,7 @@ from megatron_eopt.step.step_kernels import StepKernels
 
 
 @dataclass
-class Settled:
+class StepCache:
     """What follows from an engine, each found when it is first needed."""
 
     state_keys: list[list[str]] | None = None  # of the state of each parameter
@@ -37,7 +37,7 @@ class Session:
     tags: list[object] = field(default_factory=list)  # what these said of their logical matrices
     engine_of: tuple[list[object], list[dict[str, Any]]] | None = None  # functions and settings that it was made for
     stepping: list[bool] | None = None  # which parameters have gradients, as sharing ranks have agreed
-    settled: Settled = field(default_factory=Settled)  # anew with each engine
+    settled: StepCache = field(default_factory=StepCache)  # anew with each engine
     key_ends: dict[Tensor, list[str]] = field(default_factory=dict)
     said: list[tuple[torch.Size, dict[str, Any]]] = field(default_factory=list)  # by the parameters that were added
     begun: dict[tuple[Tensor, str], Tensor] = field(default_factory=dict)  # parameter and key -> state that has begun

@@ -45,12 +45,12 @@ GRADIENT = "gradient"
 MOST_BYTES = 2**28  # of a stack of equal matrices, and of what is gathered at once, where one is not larger
 
 Program = Generator[None, None, None]
-Loads = Counter[int | str | None]  # bytes by compute rank, and under HELD those of every rank
-HELD = "held"
+Loads = Counter[int | str | None]  # bytes by compute rank, and under ALL_RANKS those of every rank
+ALL_RANKS = "held"
 
 
 @dataclass(eq=False)
-class Planned:
+class MatrixPlan:
     """How a logical matrix is worked on."""
 
     end: str  # of its state keys
@@ -70,11 +70,11 @@ class Planned:
         return list(compress(self.layout.shape, self.has_factor))
 
 
-def plan_of(end: str, layout: Layout, longest: int) -> Planned:
+def plan_of(end: str, layout: Layout, longest: int) -> MatrixPlan:
     """The plan of a matrix, whose sides have a factor up to a length."""
     rows, cols = layout.shape
     has_factor = (0 < rows <= longest and cols > 0, 0 < cols <= longest and rows > 0)
-    plan = Planned(end, layout, has_factor, 0)
+    plan = MatrixPlan(end, layout, has_factor, 0)
     for length in plan.factor_lengths:
         plan.cost += 4 * length * (length**2 + rows * cols)  # cubes of sides, and products with them
     return plan
@@ -88,10 +88,10 @@ class ParameterStep:
     parameter: Tensor
     state: dict[str, Any]
     group: Mapping[str, Any]
-    plans: list[Planned]  # of each logical matrix
+    plans: list[MatrixPlan]  # of each logical matrix
     moments: Sequence[str]  # keys of state in its shape
     first: bool = False  # whether its factors are zero so far, but are to be made
-    rests: bool = False  # whether the first gradient makes the factors alone
+    skips_first_update: bool = False  # whether the first gradient makes the factors alone
 
     @property
     def label(self) -> str:
@@ -129,7 +129,7 @@ class MatrixStep(NamedTuple):
     number: int  # among those of its parameter
 
     @property
-    def plan(self) -> Planned:
+    def plan(self) -> MatrixPlan:
         """How it is worked on."""
         return self.of.plans[self.number]
 
@@ -175,7 +175,7 @@ class MatrixStack:
     @property
     def moves(self) -> bool:
         """Whether there is an update; without, the gradients make the factors alone."""
-        return not (self.one.first and self.one.rests and any(self.matrices[0].plan.has_factor))
+        return not (self.one.first and self.one.skips_first_update and any(self.matrices[0].plan.has_factor))
 
     @property
     def holds(self) -> bool:
@@ -216,7 +216,7 @@ class StackedOptimizer(BaseOptimizer):
     takes: ClassVar[Literal["matrices", "matrices and vectors"]] = "matrices"
     moments: ClassVar[tuple[str, ...]] = (EXP_AVG,)
 
-    _plans: dict[Tensor, list[Planned]] | None = None
+    _plans: dict[Tensor, list[MatrixPlan]] | None = None
     _updated: int = 0
 
     def gathered(self, stack: MatrixStack) -> list[Tensor]:
@@ -257,7 +257,7 @@ class StackedOptimizer(BaseOptimizer):
                 described[parameter] = [self._describe(name, plan, parameter) for name, plan in pairs]
         return described
 
-    def _describe(self, name: str, plan: Planned, parameter: Tensor) -> DescribedMatrix:
+    def _describe(self, name: str, plan: MatrixPlan, parameter: Tensor) -> DescribedMatrix:
         if plan.layout.sharded:
             scheme = "duplicated" if plan.compute_rank is None else "owner"
         else:
@@ -277,24 +277,24 @@ class StackedOptimizer(BaseOptimizer):
             if is_matrix:
                 self._check_split(parameter)
                 check_shard(parameter, self.pg_collection, called)
-        if CLOCK in self.carried_settings:
+        if CLOCK in self.persistent_group_keys:
             group.setdefault(CLOCK, 0)
 
     def _described(self, name: str, parameter: Tensor) -> ParamSpec:
         spec = super()._described(name, parameter)
         return replace(spec, layout=self.layout(parameter), split=self.split_of(parameter))
 
-    def _plan(self, end: str, layout: Layout, longest: int) -> Planned:
+    def _plan(self, end: str, layout: Layout, longest: int) -> MatrixPlan:
         return plan_of(end, layout, longest)
 
-    def _planned(self, parameter: Tensor) -> list[Planned]:
+    def _planned(self, parameter: Tensor) -> list[MatrixPlan]:
         """Plans of a parameter's matrices; a new group changes no other's compute ranks."""
         if self._plans is not None and parameter in self._plans:
             return self._plans[parameter]
         self._plans = {}
         loads: dict[str, list[int]] = {}
         for group in self.param_groups:
-            to_deal = list[Planned]()
+            to_deal = list[MatrixPlan]()
             for p in group["params"]:
                 longest = group.get("max_dim", 0) if p.ndim > 1 else 0
                 pairs = zip(self.key_ends(p), self.matrix_layouts(p), strict=True)
@@ -371,13 +371,15 @@ class StackedOptimizer(BaseOptimizer):
         loads = Loads()
         for matrix in matrices:
             loads[matrix.plan.compute_rank] += self._bytes(matrix)
-            loads[HELD] += self._bytes_held(matrix)
+            loads[ALL_RANKS] += self._bytes_held(matrix)
         return loads
 
     def _fits(self, loads: Loads) -> bool:
         """Whether a chunk has room for them."""
         # where each rank holds a copy of each matrix, all copies of a chunk are there at once
-        return all(load <= (self.workspace // IN_FLIGHT if key == HELD else MOST_BYTES) for key, load in loads.items())
+        return all(
+            load <= (self.workspace // IN_FLIGHT if key == ALL_RANKS else MOST_BYTES) for key, load in loads.items()
+        )
 
     def _take(self, ok: Flag) -> None:
         self._session.changing = True

@@ -138,7 +138,7 @@ BESIDE_MUON = [
 
 @pytest.mark.parametrize("layout", [wide(TP2), full([*TP2, "--bf16"]), full(PP2)], ids=["TP", "TP-bf16", "PP"])
 def test_each_owns_what_an_override_gives_it_beside_muon(tmp_path, capsys, layout):
-    """Planned, trained, evaluated, saved, verified and resumed bit for bit."""
+    """MatrixPlan, trained, evaluated, saved, verified and resumed bit for bit."""
     overrides = [{"select": f"layers.{layer}.{name}.weight"} | own for layer, name, own, _ in BESIDE_MUON]
     flags = ["--num-layers", 2, *MUON, *layout, *overriding(tmp_path, *overrides), *FILES]
     flags += ["--train-iters", 4, "--eval-iters", 1, "--eval-interval", 2]

@@ -93,7 +93,7 @@ COMBINATIONS += [
     pytest.param(*one, id="-".join(one), marks=pytest.mark.full)
     for one in itertools.product(RELATIVES, LAYOUTS, PRECISIONS)
     if one[1:] in OF_RELATIVES
-    and not (one[1] == "DP2-distributed" and OPTIMIZERS[one[0]].cls.live_key)  # which it is refused for
+    and not (one[1] == "DP2-distributed" and OPTIMIZERS[one[0]].cls.train_weight_key)  # which it is refused for
 ]
 
 

@@ -11,7 +11,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_repl
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 
 from megatron_eopt.matrices import query_key_value
-from megatron_eopt.megatron.checkpoints.layers import keep_apart, named_apart, undecided
+from megatron_eopt.megatron.checkpoints.layers import apply_layer_keys, defer_layer_keys, set_per_layer_keys
 from megatron_eopt.megatron.checkpoints.sharding import joined, sharded_state
 from megatron_eopt.parallel.layout import Layout, split_layout
 from megatron_eopt.parallel.rectangles import cut, whole
@@ -118,15 +118,15 @@ def test_each_model_of_a_process_has_its_own_names_of_layers():
     def metadata_of(chunk, metadata):
         """What Megatron would build a state dict by, of metadata for a save or of a checkpoint."""
         kwargs = {"metadata": metadata}
-        given = named_apart(lambda args, model, optim_sd_kwargs=None, model_sd_kwargs=None: model_sd_kwargs)
+        given = apply_layer_keys(lambda args, model, optim_sd_kwargs=None, model_sd_kwargs=None: model_sd_kwargs)
         return given(None, [chunk], optim_sd_kwargs=kwargs, model_sd_kwargs=kwargs)["metadata"]
 
     apart, alike = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
-    keep_apart([apart], True)
-    keep_apart([alike], False)
-    for_save = undecided(lambda: {"singleton_local_shards": False})
+    set_per_layer_keys([apart], True)
+    set_per_layer_keys([alike], False)
+    for_save = defer_layer_keys(lambda: {"singleton_local_shards": False})
     assert metadata_of(apart, for_save()) == {"singleton_local_shards": False, "non_homogeneous_layers": True}
     assert metadata_of(alike, for_save()) == {"singleton_local_shards": False}
     assert metadata_of(apart, {"of": "a checkpoint"}) == {"of": "a checkpoint"}
     assert metadata_of(alike, {"non_homogeneous_layers": True}) == {"non_homogeneous_layers": True}
-    assert named_apart(lambda args, model: "written")(None, [apart]) == "written"
+    assert apply_layer_keys(lambda args, model: "written")(None, [apart]) == "written"

@@ -63,7 +63,7 @@ def test_qkv_stays_one_matrix(found, name):
     assert qkv == "96x32"
     assert as_declared
     assert not as_split
-    assert (", up " in gate_and_up) == OPTIMIZERS[name].cls.pairs_rows
+    assert (", up " in gate_and_up) == OPTIMIZERS[name].cls.row_order_matters
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -201,7 +201,7 @@ def test_settings_that_a_state_lacks_are_those_that_the_optimizer_was_built_with
     straight, first = build(name, matrices()), build(name, matrices())
     take(straight, 4)
     take(first, 2)
-    carried = type(first).carried_settings  # what the optimizer itself has counted or chosen
+    carried = type(first).persistent_group_keys  # what the optimizer itself has counted or chosen
     for keys in ([key for key in first.param_groups[0] if key not in ("params", *carried)], carried):
         saved = copy.deepcopy(first.state_dict())
         for key in keys:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_eopt.parallel.cost import whole_flops
-from megatron_eopt.parallel.deal import MOST_ENTRIES, OF_ENTRY, Item, deal, to_and_fro
+from megatron_eopt.parallel.deal import MOST_ENTRIES, OF_ENTRY, Item, deal, snake_order
 from tests.parallel.plans import WORK, matrix, some
 
 KINDS = [
@@ -26,7 +26,7 @@ def filled(items, ranks_of, ranks):
 
 @given(st.lists(st.sampled_from(KINDS), max_size=14), st.integers(1, 5))
 def test_every_parameter_is_dealt_once_and_the_busiest_rank_has_no_more(items, ranks):
-    by_size = to_and_fro([item.entries for item in items], ranks)
+    by_size = snake_order([item.entries for item in items], ranks)
     found = deal(items, by_size, ranks, WORK)
     assert len(found.ranks) == len(items)
     assert set(found.ranks) <= set(range(ranks))
@@ -55,7 +55,7 @@ def test_matrices_of_as_many_entries_have_other_operations():
     """By size one rank gets both squares."""
     square, flat = matrix("square", (4096, 4096), None, 1), matrix("flat", (512, 32768), None, 1)
     items = [Item((m,), 2**24) for m in (square, flat, flat, square)]
-    by_size = to_and_fro([item.entries for item in items], 2)
+    by_size = snake_order([item.entries for item in items], 2)
     assert by_size == [0, 1, 1, 0]
     found = deal(items, by_size, 2, WORK)
     assert found.ranks == (0, 0, 1, 1)
@@ -71,5 +71,5 @@ def test_memory_sets_a_bound():
 
 
 def test_what_the_deal_by_size_is():
-    assert to_and_fro([7, 1, 2, 6, 3, 5, 4], 3) == [0, 0, 1, 0, 2, 1, 2]
-    assert to_and_fro([5, 5, 5, 5, 5], 2) == [0, 1, 1, 0, 0]
+    assert snake_order([7, 1, 2, 6, 3, 5, 4], 3) == [0, 0, 1, 0, 2, 1, 2]
+    assert snake_order([5, 5, 5, 5, 5], 2) == [0, 1, 1, 0, 0]

@@ -24,7 +24,7 @@ _SETTING = "non_homogeneous_layers"  # Megatron's name for it
 _MARK = "megatron_eopt_layers_differ"
 
 
-class Treatment(NamedTuple):
+class ParamSignature(NamedTuple):
     """How a run treats a parameter."""
 
     optimizer: str | None
@@ -34,22 +34,22 @@ class Treatment(NamedTuple):
 
 def layers_differ(families: Iterable[ParamPattern], frozen: Iterable[str]) -> bool:
     """Whether layers have different optimizers or state; one layer's experts may not."""
-    treated: dict[str, set[Treatment]] = defaultdict(set)  # by name, that of experts without their numbers
+    treated: dict[str, set[ParamSignature]] = defaultdict(set)  # by name, that of experts without their numbers
     for row in rows(families):
         name = _EXPERT.sub("*", row.name)
-        treated[name].add(Treatment(row.optimizer, len(row.matrices), row.state_bytes))
+        treated[name].add(ParamSignature(row.optimizer, len(row.matrices), row.state_bytes))
     for name in union(_EXPERT.sub("*", name) for name in frozen):
-        treated[name].add(Treatment(None))
+        treated[name].add(ParamSignature(None))
     args = releases.training_args()
     if on(args, "save") and getattr(args, "ckpt_format", None) == "torch_dist":
         _refuse_unlike_experts(treated)
-    of_layers: dict[str, set[frozenset[Treatment]]] = defaultdict(set)
+    of_layers: dict[str, set[frozenset[ParamSignature]]] = defaultdict(set)
     for name, treatments in treated.items():
         of_layers[_LAYER.sub("*", name)].add(frozenset(treatments))
     return any(len(different) > 1 for different in of_layers.values())
 
 
-def _refuse_unlike_experts(treated: Mapping[str, set[Treatment]]) -> None:
+def _refuse_unlike_experts(treated: Mapping[str, set[ParamSignature]]) -> None:
     for name, treatments in sorted(treated.items()):
         if len(treatments) > 1:
             optimizers = " and ".join(sorted({each.optimizer or "none" for each in treatments}))
@@ -60,26 +60,26 @@ def _refuse_unlike_experts(treated: Mapping[str, set[Treatment]]) -> None:
             )
 
 
-def keep_apart(model_chunks: Sequence[Any], apart: bool) -> None:
+def set_per_layer_keys(model_chunks: Sequence[Any], apart: bool) -> None:
     """Set whether checkpoints name every layer of a model."""
     for chunk in unwrap_model(list(model_chunks)):
         setattr(chunk, _MARK, apart)
 
 
 @around
-def undecided(build_metadata: Original, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Lets :func:`named_apart` decide, instead of ``_build_sharded_state_dict_metadata``."""
+def defer_layer_keys(build_metadata: Original, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Lets :func:`apply_layer_keys` decide, instead of ``_build_sharded_state_dict_metadata``."""
     return {_SETTING: None} | build_metadata(*args, **kwargs)
 
 
 @around
-def named_apart(generate: Original, *args: Any, **kwargs: Any) -> Any:
-    """Replaces ``generate_state_dict``: layers to :func:`keep_apart` are named."""
+def apply_layer_keys(generate: Original, *args: Any, **kwargs: Any) -> Any:
+    """Replaces ``generate_state_dict``: layers to :func:`set_per_layer_keys` are named."""
     given = inspect.signature(generate).bind(*args, **kwargs).arguments
     apart = any(getattr(chunk, _MARK, False) for chunk in given["model"])
     for name in ("model_sd_kwargs", "optim_sd_kwargs"):
         metadata = (given.get(name) or {}).get("metadata") or {}
-        if _SETTING in metadata and metadata[_SETTING] is None:  # of a save, by undecided()
+        if _SETTING in metadata and metadata[_SETTING] is None:  # of a save, by defer_layer_keys()
             del metadata[_SETTING]
             if apart:
                 metadata[_SETTING] = True

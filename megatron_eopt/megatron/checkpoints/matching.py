@@ -118,7 +118,7 @@ def groups_after_load(optimizer: Optimizer, saved: Sequence[Sequence[Settings]])
 
     ``saved`` are, for each group, the checkpoint's groups that have its parameters.
     """
-    carried = optimizer.carried_settings if isinstance(optimizer, BaseOptimizer) else frozenset()
+    carried = optimizer.persistent_group_keys if isinstance(optimizer, BaseOptimizer) else frozenset()
     settable = {"optimizer", *settings_of_groups(optimizer)}
     from_checkpoint = on(releases.training_args(), FROM_CHECKPOINT)
     found = []

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.checkpoints.states import BLOCK, Block, Settings, StateDict, base
-from megatron_eopt.megatron.at_average import go_on_from, has_average, save_average, trained_parameters
+from megatron_eopt.megatron.at_average import has_average, restore_training_weights, save_average, trained_parameters
 from megatron_eopt.megatron.checkpoints import matching, sharding
 from megatron_eopt.megatron.checkpoints.loading import report_changes
 from megatron_eopt.megatron.checkpoints.refusals import FORMAT
@@ -157,7 +157,7 @@ class SavedState:
         finally:
             del self._megatron._filter_and_reorder_param_groups
         if has_average(self._megatron):
-            go_on_from(self._megatron, live)
+            restore_training_weights(self._megatron, live)
 
     def _join(self, saved: StateDict, state: StateDict) -> None:
         """Put loaded shards of other shapes together, into ``state``."""

@@ -125,7 +125,7 @@ class Run:
     @property
     def averages(self) -> bool:
         """Whether an optimizer evaluates and saves an average."""
-        return any(registry.class_named(name).live_key is not None for name in self.names)
+        return any(registry.class_named(name).train_weight_key is not None for name in self.names)
 
 
 def primary_of(settings: Any) -> str:

@@ -14,7 +14,7 @@ from megatron_eopt.megatron.manifest import rows_here
 from megatron_eopt.megatron.overrides import Overrides, all_entries
 from megatron_eopt.megatron.wrappers import OptimizerParameter
 from megatron_eopt.parallel.attributes import is_expert
-from megatron_eopt.parallel.deal import deal, to_and_fro
+from megatron_eopt.parallel.deal import deal, snake_order
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, create_emerging_optimizer
 from megatron_eopt.routing import ManifestRow
 from megatron_eopt.screen import megabytes
@@ -70,7 +70,7 @@ def _dealt_to_others(built: Sequence[OptimizerParameter], run: OptimizerOfRun) -
     by_buffers = run.facts.args.use_layer_wise_param_layout
     for group, of_experts in ((run.groups.dp_cp, False), (run.groups.expt_dp, True)):
         dealt = [parameter for parameter in items if is_expert(parameter) == of_experts]
-        ranks: Sequence[int] = to_and_fro([parameter.numel() for parameter in dealt], group.size())
+        ranks: Sequence[int] = snake_order([parameter.numel() for parameter in dealt], group.size())
         if balances(run.config, run.facts.args) and not by_buffers:
             ranks = deal([items[parameter] for parameter in dealt], ranks, group.size(), works).ranks
         others.update(parameter for parameter, rank in zip(dealt, ranks, strict=True) if rank != group.rank())

@@ -1,6 +1,7 @@
 """The command ``megatron-eopt``, without a GPU and without Megatron."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -74,6 +75,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.check is not None:
             options.check(options, flags)
         status: int = import_module(options.command.runs).run(options, flags)
+        sys.stdout.flush()
+    except BrokenPipeError:  # as of head, which has read what it wants
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (ValueError, OSError) as error:
         options.parser.error(str(error))
     return status

@@ -91,3 +91,11 @@ def test_errors_fit_a_terminal_too(capsys, monkeypatch):
     lines = capsys.readouterr().err.splitlines()
     assert "invalid int value: 'many'" in " ".join(lines)
     assert max(map(len, lines)) <= 80
+
+
+def test_a_reader_that_has_read_enough_is_no_error():
+    code = "import sys; from megatron_eopt.cli import main; sys.exit(main(['doctor']))"
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        assert "Broken pipe" not in process.stderr.read()

@@ -177,9 +177,14 @@ def refuse_unwritable(args: Any) -> None:
 
 def warn_of_other_checkpoints(args: Any) -> None:
     """Warn where checkpoints of two runs would mix in one folder."""
-    if on(args, "save") and not loads_its_own(args) and Path(args.save, TRACKER).exists():
+    if not on(args, "save"):
+        return
+    finished = Path(args.save, TRACKER).exists()
+    there = finished or any(Path(args.save).glob("iter_*"))
+    if there and not (finished and loads_its_own(args)):
+        without = "" if finished else f", since it has no {TRACKER}"
         consensus.say(
-            f"warning: {args.save} has checkpoints, and this run does not load them: its own will mix with them, and "
-            f"replace those of equal iterations; name another folder with --save, or go on from them with --load "
-            f"{args.save}"
+            f"warning: {args.save} has checkpoints, and this run does not load them{without}: its own will mix with "
+            f"them, and replace those of equal iterations; name another folder with --save, or go on from them with "
+            f"--load {args.save}"
         )

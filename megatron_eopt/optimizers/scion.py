@@ -92,11 +92,12 @@ class Scion(TensorParallelMuon):
         return super().settings() | {"constrained": self.constrained}
 
     def _check_together(self, group: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-        if self.constrained and is_readable(settings["lr"]) and settings["lr"] > 1:
-            raise ValueError(
-                f"{type(self).__name__}: lr must lie in [0, 1], since a constrained step goes that part of the way to "
-                f"the boundary, got {settings['lr']}"
-            )
+        for rate in (settings["lr"], settings.get("max_lr") or 0):  # the latter is a scheduler's, of Megatron's groups
+            if self.constrained and is_readable(rate) and rate > 1:
+                raise ValueError(
+                    f"{type(self).__name__}: lr must lie in [0, 1], since a constrained step goes that part of the way "
+                    f"to the boundary, got {rate}"
+                )
         super()._check_together(group, settings)
 
     def _rates_of(self, group: Mapping[str, Any]) -> tuple[float, Scalar]:

@@ -369,6 +369,8 @@ class BaseOptimizer(Optimizer):
         session.scalable = False
         try:
             check_parameters(name, self.param_groups)
+            if group.get("use_muon") is False and not self.elementwise:  # as in Keller Jordan's MuonWithAuxAdam
+                raise ValueError(f"{name} orthogonalizes all groups, and one has use_muon=False: give it to AdamW")
             with of_groups.named(len(self.param_groups) - 1, self.param_groups):
                 self._check_settings(group)
             self._check_group(group)

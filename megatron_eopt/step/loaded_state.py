@@ -44,14 +44,18 @@ def name_in_states(cls: type) -> str:
 
 def mark_of(optimizer: Any) -> str:
     """Its :func:`name_in_states`, and, as JSON, settings that groups lack and that are no default."""
-    known = settings_of(type(optimizer))
-    settings = plain(optimizer.settings() | optimizer.settings_of_groups())
-    given = {}
-    for key, value in settings.items():
-        marked = key in known and key not in optimizer.defaults and key not in UNMARKED
-        if marked and value != known[key].default:
-            given[key] = value
+    given = {key: value for key, (value, default) in _beside_groups(optimizer).items() if value != default}
     return name_in_states(type(optimizer)) + (f" {json.dumps(given)}" if given else "")
+
+
+def _beside_groups(optimizer: Any) -> dict[str, tuple[Any, Any]]:
+    """Settings that groups lack -> their values, and their defaults."""
+    known = settings_of(type(optimizer))
+    found = {}
+    for key, value in plain(optimizer.settings() | optimizer.settings_of_groups()).items():
+        if key in known and key not in optimizer.defaults and key not in UNMARKED:
+            found[key] = value, known[key].default
+    return found
 
 
 def note_forgotten(optimizer: Any, saved: Iterable[Mapping[str, Any]], groups: Iterable[Mapping[str, Any]]) -> None:
@@ -59,10 +63,12 @@ def note_forgotten(optimizer: Any, saved: Iterable[Mapping[str, Any]], groups: I
     name = type(optimizer).__name__
     settings = optimizer.settings() | optimizer.settings_of_groups()
     forgotten = dict[str, None]()  # in order
+    defaults = plain({key: default for key, (_, default) in _beside_groups(optimizer).items()})
     for was, group in zip(saved, groups, strict=False):
-        _, _, given = was.get(STATE_OF, "").partition(" ")
+        writer, _, given = was.get(STATE_OF, "").partition(" ")
+        made_with = {**defaults, **json.loads(given or "{}")} if writer else {}
         now = json.loads(json.dumps(plain({**settings, **group})))
-        for key, value in json.loads(given or "{}").items():
+        for key, value in json.loads(json.dumps(made_with)).items():
             if key not in was and now.get(key, value) != value:
                 forgotten[f"{key} {value!r} and goes on with {now[key]!r}"] = None
     if forgotten:

@@ -203,3 +203,7 @@ def test_a_folder_with_checkpoints_that_a_run_does_not_load_is_told(tmp_path, ca
     for load in (None, str(tmp_path / "other")):
         assert f"{tmp_path} has checkpoints, and this run does not load them" in told(load)
     assert not told(str(tmp_path / "." / ""))
+    (tmp_path / "latest_checkpointed_iteration.txt").unlink()
+    assert not told(str(tmp_path))  # a first run
+    (tmp_path / "iter_0000020").mkdir()
+    assert "since it has no latest_checkpointed_iteration.txt" in told(str(tmp_path))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron_eopt import (
+    Scion,
     TensorParallelAdaptiveMuon,
     TensorParallelMuon,
 )
@@ -208,3 +209,15 @@ def test_a_scale_that_is_no_number_is_refused_before_anything_changes(wrong):
             made.step()
     assert torch.equal(p, before)
     assert not any(x.any() for x in made.state[p].values())
+
+
+@pytest.mark.parametrize(
+    ("cls", "settings", "message"),
+    [
+        (TensorParallelMuon, {"use_muon": False}, "one has use_muon=False: give it to AdamW"),
+        (Scion, {"max_lr": 3.0}, "lr must lie in .*, got 3.0"),  # as Megatron's scheduler would raise lr to
+    ],
+)
+def test_a_group_that_says_what_no_step_would_do_is_refused(cls, settings, message):
+    with pytest.raises(ValueError, match=message):
+        cls([{"params": [matrix(4, 6)], **settings}], lr=0.1)

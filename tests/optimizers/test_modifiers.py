@@ -201,10 +201,9 @@ def test_a_load_that_forgets_a_setting_of_the_constructor_names_it(settings, nam
     run(without, p, [3])
     caplog.clear()
     trained({}, ())[0].load_state_dict(saved_and_read(without))  # which has gone on without it
-    for group in state["param_groups"]:
-        group["state_of"] = "TensorParallelMuon"  # as earlier states have it
-    trained({}, ())[0].load_state_dict(state)
     assert "goes on" not in caplog.text
+    again.load_state_dict(saved_and_read(trained({}, range(2), dtype=torch.float32)[0]))  # made with the default
+    assert f"{named.split()[0]} " in caplog.text.partition("was made with")[2]
 
 
 @pytest.mark.parametrize(("settings", "named"), FORGOTTEN[:4], ids=str)

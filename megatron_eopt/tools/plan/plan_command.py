@@ -32,7 +32,7 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> int:
         print(f"\n{wrapped(f'The run will be refused: {line}')}")
     if options.json is not None:
         write_json(planned.families, options.json)
-    return 0
+    return 1 if planned.idle else 0
 
 
 def planned_run(flags: Sequence[str], world_size: int = 1) -> PlannedRun:

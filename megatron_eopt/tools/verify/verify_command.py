@@ -1,6 +1,7 @@
 """The command ``megatron-eopt verify-checkpoint``."""
 
 import argparse
+import re
 import sys
 from collections.abc import Iterator, Sequence
 
@@ -58,6 +59,12 @@ def _report(options: argparse.Namespace, problems: list[Problem]) -> Iterator[st
     entries = {key: tensor.entries for key, tensor in contents.tensors.items()}
     yield f"tensors     {counted(len(entries), 'tensor')}, {sum(entries.values()):,} entries"
     problems += check_files(contents)
+    if re.fullmatch(r"iter_\d+", contents.folder.name) and contents.iteration not in (
+        None,
+        int(contents.folder.name[5:]),
+    ):
+        what = f"{contents.folder.name} has files of iteration {contents.iteration}"
+        problems.append(Problem("error", what, "copy its own files into it, or take another checkpoint"))
     whole = not problems
     problems += check_tiling(contents)
     problems += check_pickles(contents)

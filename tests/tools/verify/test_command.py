@@ -68,6 +68,13 @@ def test_unreadable(capsys, tmp_path):
     assert f"{tmp_path / 'none'}: metadata.json cannot be read" in err
 
 
+def test_files_of_another_iteration(capsys, folder):
+    (folder / "iter_0000005").rename(folder / "iter_0000006")
+    (folder / "latest_checkpointed_iteration.txt").write_text("6")
+    status, out, _ = verify(capsys, folder)
+    assert (status, "iter_0000006 has files of iteration 5" in out) == (1, True)
+
+
 def test_data_that_a_load_would_have_to_transform(capsys, folder):
     def through_zstd(metadata):
         next(iter(metadata.storage_data.values())).transform_descriptors = ["stream.zstd"]

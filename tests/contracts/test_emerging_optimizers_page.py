@@ -452,7 +452,7 @@ SECOND = {"eps": 0.1, "shape": (5, 5), "gradient": torch.clone}
 STEP_ROWS = [  # a row of the table, if the step differs, and how it is made
     ("with a gradient that is not finite", {"gradient": one_nan}),
     ("with a closure", {"closure": lambda: 1.0}),
-    ("with a rate that is a tensor of shape (1,)", {"lr": torch.tensor([0.01])}),
+    ("made with a rate that is a tensor of shape (1,)", {"lr": torch.tensor([0.01])}),
     ('with `weight_decay_method="l2"`', {"weight_decay_method": "l2"}),
     ("of matrices in bf16 or fp64, by Newton-Schulz", {"dtype": torch.bfloat16}),
     ("of matrices in bf16 or fp64, by Newton-Schulz", {"dtype": torch.float64}),

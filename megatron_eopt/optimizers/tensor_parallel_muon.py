@@ -290,10 +290,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         adapts = any(batch.settings["moment2_method"] != "none" for batch in step.batches)
         return adaptive_muon(step) if adapts else self.of_step(step)
 
-    def _copied(self) -> int:
+    def _copied(self, planned: Sequence[Mapping[str, Any]]) -> int:
         """Bytes of each entry that the program copies where kernels serve; if any, it may read gradients."""
-        of_groups = map(self.effective, self.param_groups)
-        measures = any(each["moment2_method"] != "none" and modifiers.measures(each) for each in of_groups)
+        measures = any(each["moment2_method"] != "none" and modifiers.measures(each) for each in planned)
         return OF_ENTRY if measures or self._overridden("program") else self.copied
 
     def _take(self, ok: Flag) -> None:
@@ -322,7 +321,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         engine = self._session.engine
         kernels = self._session.settled.kernels
         scales = self._session.settled.scales
-        copied = self._copied()
+        copied = self._copied(self._session.settled.planned)
         assert engine is not None, "prepare() made it"
         assert scales is not None, "prepare() found them"
 
@@ -457,12 +456,13 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     def _settled(self, engine: Engine) -> StepCache:
         """Also find scales, which a user's function may get wrong, and kernels."""
         settled = super()._settled(engine)
+        settled.planned = list(map(self.effective, self.param_groups))
         matrices = zip(self._parameters(), engine.matrices, strict=True)
         settled.scales = [scales_of(self._scale(self.group_of(p)), of_p) for p, of_p in matrices]
         form, _ = step_form(self, engine.device)
         if form == "triton":
             settled.kernels = StepKernels(engine)
-            engine.slice_chunks(self._copied())
+            engine.slice_chunks(self._copied(settled.planned))
         return settled
 
     def predicted_rms(self, rows: int, cols: int, group: Mapping[str, Any] | None = None) -> float | None:

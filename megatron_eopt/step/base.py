@@ -96,9 +96,8 @@ class BaseOptimizer(Optimizer):
     decays_weights: ClassVar[bool] = True  # without, what fills settings from a run's leaves the weight decay at 0
     elementwise: ClassVar[bool] = False  # whether any part of a parameter steps as within the whole
     weight_keys: ClassVar[tuple[str, ...]] = ()  # state that is a copy of the weight, which ``scale_rows`` scales too
-    train_weight_key: ClassVar[str | None] = (
-        None  # state of training weights, where checkpoints hold ``exported()`` ones
-    )
+    # State of the training weights, where checkpoints hold ``exported()`` ones.
+    train_weight_key: ClassVar[str | None] = None
     row_order_matters: ClassVar[bool] = False  # whether state pairs rows with rows, so that their order is part of it
     # Names of further arguments of a user's, which groups have too, and which may be anything.
     users_settings: frozenset[str] = frozenset()

@@ -29,8 +29,7 @@ def find_norms(optimizer: BaseOptimizer) -> None:
     settled = optimizer._session.settled
     needing = list[Tensor]()
     held = set[Tensor]()
-    for group in optimizer.param_groups:
-        settings = optimizer.effective(group)
+    for group, settings in zip(optimizer.param_groups, settled.planned, strict=True):
         if holds(settings):
             held.update(group["params"])
         if holds(settings) or (needs_norm(settings) and not settled.norms_checked):

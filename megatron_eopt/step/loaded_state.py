@@ -63,12 +63,13 @@ def note_forgotten(optimizer: Any, saved: Iterable[Mapping[str, Any]], groups: I
     name = type(optimizer).__name__
     settings = optimizer.settings() | optimizer.settings_of_groups()
     forgotten = dict[str, None]()  # in order
-    defaults = plain({key: default for key, (_, default) in _beside_groups(optimizer).items()})
+    defaults = {key: default for key, (_, default) in _beside_groups(optimizer).items()}
+    defaults = json.loads(json.dumps(plain(defaults)))
     for was, group in zip(saved, groups, strict=False):
         writer, _, given = was.get(STATE_OF, "").partition(" ")
         made_with = {**defaults, **json.loads(given or "{}")} if writer else {}
         now = json.loads(json.dumps(plain({**settings, **group})))
-        for key, value in json.loads(json.dumps(made_with)).items():
+        for key, value in made_with.items():
             if key not in was and now.get(key, value) != value:
                 forgotten[f"{key} {value!r} and goes on with {now[key]!r}"] = None
     if forgotten:

@@ -21,6 +21,7 @@ class StepCache:
     """What follows from an engine, each found when it is first needed."""
 
     state_keys: list[list[str]] | None = None  # of the state of each parameter
+    planned: list[dict[str, Any]] = field(default_factory=list)  # settings of groups when planned; rates have changed
     scales: list[list[float]] | None = None  # of each parameter's matrices
     kernels: StepKernels | None = None  # what does the elementwise work; None for torch
     graphed: GraphedUpdate | None = None  # a captured step, which reads tables of the kernels

@@ -98,9 +98,8 @@ MOVES = [
     SOONER.get(move, full)(*move, id="-".join(move))
     for move in MOVES
     if move[1] != ("FSDP-bf16" if move[0] in ONE_SIDE else "FSDP-alone")
-    and not (
-        move[1] == "DP-distributed" and OPTIMIZERS.get(move[0]) and OPTIMIZERS[move[0]].cls.train_weight_key
-    )  # refused
+    # which is refused
+    and not (move[1] == "DP-distributed" and OPTIMIZERS.get(move[0]) and OPTIMIZERS[move[0]].cls.train_weight_key)
 ]
 MOVES += [wide("muon", chain, id=f"muon-{chain}") for chain in OF_MUON]
 MOVES += [wide("soap", "TP-DP", id="soap-TP-DP")]  # shared over data parallelism

@@ -59,10 +59,8 @@ def _report(options: argparse.Namespace, problems: list[Problem]) -> Iterator[st
     entries = {key: tensor.entries for key, tensor in contents.tensors.items()}
     yield f"tensors     {counted(len(entries), 'tensor')}, {sum(entries.values()):,} entries"
     problems += check_files(contents)
-    if re.fullmatch(r"iter_\d+", contents.folder.name) and contents.iteration not in (
-        None,
-        int(contents.folder.name[5:]),
-    ):
+    number = re.fullmatch(r"iter_(\d+)", contents.folder.name)
+    if number is not None and contents.iteration not in (None, int(number[1])):
         what = f"{contents.folder.name} has files of iteration {contents.iteration}"
         problems.append(Problem("error", what, "copy its own files into it, or take another checkpoint"))
     whole = not problems

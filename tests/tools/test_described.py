@@ -88,6 +88,7 @@ def test_a_rank_plans_the_matrices_that_are_dealt_to_it(more):
 def test_flags_without_effect_are_listed(capsys):
     flags = [*map(str, [*SMALL_GPT, *RUN])]
     assert planned_run(flags).idle == []
+    assert planned_run([*flags, "--muon-momentum-from-adam", "--load", "elsewhere"]).idle == []
     assert main(["plan", "--", *flags, "--lion-beta1", "0.5"]) == 1
     assert "The run will be refused: --lion-beta1" in capsys.readouterr().out
 

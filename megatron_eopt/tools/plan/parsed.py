@@ -39,6 +39,8 @@ def parsed(rank: int, world_size: int) -> tuple[Namespace, bool]:
         if getattr(args, name, None):
             raise ValueError(f"a run with --{name.replace('_', '-')} cannot be described without a GPU")
     transformer_engine = args.transformer_impl != "local"
+    load = args.load
     vars(args).update(_SET, rank=rank, world_size=world_size)
     arguments.validate_args(args)
+    args.load = load  # without it flags of a load would have no effect
     return args, transformer_engine

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_eopt.checkpoints.contents import TRACKER
 from megatron_eopt.megatron import assignment, consensus, dealing, fsdp, qk_clip, releases
-from megatron_eopt.megatron.checkpoints.adam_of_buffers import AdamOfBuffers
+from megatron_eopt.megatron.checkpoints.adam_of_buffers import let_adam_be_saved
 from megatron_eopt.megatron.checkpoints.fsdp_dtensor import SavedShards
 from megatron_eopt.megatron.checkpoints.layers import layers_differ, set_per_layer_keys
 from megatron_eopt.megatron.checkpoints.torch_dist import SavedState, refuse_unsaved
@@ -146,7 +146,7 @@ class OptimizerOfRun:
         differ = layers_differ(self.families, frozen_names(self.model_chunks))
         set_per_layer_keys(self.model_chunks, differ)
         for wrapper in distributed_wrappers(self.optimizer):
-            AdamOfBuffers(wrapper)
+            let_adam_be_saved(wrapper)
         for number, wrapper in enumerate(plain_wrappers(self.optimizer)):  # of which the first saves the manifest
             SavedState(wrapper, self if number == 0 else None, differ, self.facts.layer_wise)
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_eopt.megatron.checkpoints.adam_of_buffers import AdamOfBuffers
+from megatron_eopt.megatron.checkpoints.adam_of_buffers import let_adam_be_saved
 from megatron_eopt.megatron.support.buffers import clear_where_refused
 from tests.megatron.runs import (
     ADAPTIVE,
@@ -138,18 +138,22 @@ class Buffers:
     def __init__(self, optimizer):
         self.optimizer = optimizer
 
-    def _get_main_param_and_optimizer_states(self, parameter):
-        return {"param": parameter, **self.optimizer.state[parameter]}
-
-    def _set_main_param_and_optimizer_states(self, parameter, tensors):
-        for key, value in self._get_main_param_and_optimizer_states(parameter).items():
-            value.copy_(tensors[key])
+    def load_state_dict(self, state_dict):
+        """Loads one count for all, then what is no count into the tensors that are there."""
+        state, groups = state_dict["state"], state_dict["param_groups"]
+        for group in groups:
+            group["step"] = 7.0
+        step = torch.tensor(7.0)
+        self.optimizer.load_state_dict({"state": {i: state[i] | {"step": step} for i in state}, "param_groups": groups})
+        for values in self.optimizer.state.values():
+            for value in values.values():
+                value.copy_(torch.full_like(value, 2))
 
 
 def test_adam_begins_with_the_state_that_it_would_make_in_its_first_step():
     mine, its_own = ([torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2))] for _ in range(2))
     begun, adam = torch.optim.AdamW(mine), torch.optim.AdamW(its_own)
-    AdamOfBuffers(Buffers(begun))
+    let_adam_be_saved(Buffers(begun))
     assert {state["step"].item() for state in begun.state_dict()["state"].values()} == {0}
     for parameter in (*mine, *its_own):
         parameter.grad = torch.arange(1.0, len(parameter) + 1)
@@ -163,20 +167,13 @@ def test_adam_begins_with_the_state_that_it_would_make_in_its_first_step():
 def test_a_loaded_count_of_steps_is_each_parameters_own():
     parameters = [torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2))]
     buffers = Buffers(torch.optim.AdamW(parameters))
-    AdamOfBuffers(buffers)
-    loaded, step = buffers.optimizer.state_dict(), torch.tensor(7.0)
-    for state in loaded["state"].values():
-        state["step"] = step  # as Megatron loads it
-    loaded["param_groups"][0]["step"] = 7.0
-    buffers.optimizer.load_state_dict(loaded)
+    let_adam_be_saved(buffers)
+    buffers.load_state_dict(buffers.optimizer.state_dict())
     for parameter in parameters:
-        saved = buffers._get_main_param_and_optimizer_states(parameter)
-        assert saved.keys() == {"param", "exp_avg", "exp_avg_sq"}
-        buffers._set_main_param_and_optimizer_states(
-            parameter, {key: torch.full_like(value, 2) for key, value in saved.items()}
-        )
+        state = buffers.optimizer.state[parameter]
+        found = {key: value.unique().item() for key, value in state.items()}
+        assert found == {"exp_avg": 2, "exp_avg_sq": 2, "step": 7}
         parameter.grad = torch.ones_like(parameter)
-    assert all((parameter == 2).all() for parameter in parameters)
     buffers.optimizer.step()
     assert [state["step"].item() for state in buffers.optimizer.state.values()] == [8, 8]
     assert "step" not in buffers.optimizer.param_groups[0]
@@ -184,9 +181,9 @@ def test_a_loaded_count_of_steps_is_each_parameters_own():
 
 def test_a_rank_without_any_range_has_a_count_to_save_and_others_that_count_in_groups_are_left_alone():
     adam = torch.optim.AdamW([{"params": []}])
-    AdamOfBuffers(Buffers(adam))
+    let_adam_be_saved(Buffers(adam))
     assert [state["step"].item() for state in adam.state_dict()["state"].values()] == [0]
     other = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))])
-    AdamOfBuffers(buffers := Buffers(other))
+    let_adam_be_saved(buffers := Buffers(other))
     assert not other.state
     assert vars(buffers) == {"optimizer": other}

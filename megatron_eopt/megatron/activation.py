@@ -163,8 +163,7 @@ def _of_training() -> list[Redirection]:
     return [
         without_makefile(),
         Redirection(checkpointing, "_load_base_checkpoint", complete.checked_base, refused),
-        Redirection(checkpointing, "_build_sharded_state_dict_metadata", layers.defer_layer_keys, apart),
-        Redirection(checkpointing, "generate_state_dict", layers.apply_layer_keys, apart),
+        Redirection(checkpointing, "generate_state_dict", layers.name_layers, apart),
         Redirection(checkpointing, "preprocess_fsdp_dtensor_state_dict", fsdp_dtensor.prepared, named),
         Redirection(checkpointing, "load_checkpoint", loading.with_optimizer, in_place),
         Redirection(checkpointing, "read_metadata", complete.checked_tracker, empty),

@@ -11,7 +11,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_repl
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 
 from megatron_eopt.matrices import query_key_value
-from megatron_eopt.megatron.checkpoints.layers import apply_layer_keys, defer_layer_keys, set_per_layer_keys
+from megatron_eopt.megatron.checkpoints.layers import name_layers, set_per_layer_keys
 from megatron_eopt.megatron.checkpoints.sharding import joined, sharded_state
 from megatron_eopt.parallel.layout import Layout, split_layout
 from megatron_eopt.parallel.rectangles import cut, whole
@@ -115,18 +115,18 @@ def test_a_tensor_of_one_rank_is_saved_whole_by_it_and_by_no_other(computes, swi
 def test_each_model_of_a_process_has_its_own_names_of_layers():
     """Also the second one: what is saved of a model follows its own optimizer, and what is loaded the checkpoint."""
 
-    def metadata_of(chunk, metadata):
-        """What Megatron would build a state dict by, of metadata for a save or of a checkpoint."""
-        kwargs = {"metadata": metadata}
-        given = apply_layer_keys(lambda args, model, optim_sd_kwargs=None, model_sd_kwargs=None: model_sd_kwargs)
-        return given(None, [chunk], optim_sd_kwargs=kwargs, model_sd_kwargs=kwargs)["metadata"]
+    def metadata_of(chunk, **loading):
+        """What Megatron would build a state dict by."""
+        metadata = {"singleton_local_shards": False}
+        given = name_layers(lambda args, model, optim_sd_kwargs=None, model_sd_kwargs=None: metadata)
+        return given(None, [chunk], {"metadata": metadata, **loading}, model_sd_kwargs={"metadata": metadata})
 
     apart, alike = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
     set_per_layer_keys([apart], True)
     set_per_layer_keys([alike], False)
-    for_save = defer_layer_keys(lambda: {"singleton_local_shards": False})
-    assert metadata_of(apart, for_save()) == {"singleton_local_shards": False, "non_homogeneous_layers": True}
-    assert metadata_of(alike, for_save()) == {"singleton_local_shards": False}
-    assert metadata_of(apart, {"of": "a checkpoint"}) == {"of": "a checkpoint"}
-    assert metadata_of(alike, {"non_homogeneous_layers": True}) == {"non_homogeneous_layers": True}
-    assert apply_layer_keys(lambda args, model: "written")(None, [apart]) == "written"
+    as_megatron_has_it = {"singleton_local_shards": False}
+    assert metadata_of(apart) == {"singleton_local_shards": False, "non_homogeneous_layers": True}
+    assert metadata_of(alike) == as_megatron_has_it
+    assert metadata_of(apart, is_loading=True) == as_megatron_has_it
+    in_the_torch_format = name_layers(lambda args, model, optim_sd_kwargs: optim_sd_kwargs)
+    assert in_the_torch_format(None, [apart], {"metadata": None}) == {"metadata": None}

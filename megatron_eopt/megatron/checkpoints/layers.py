@@ -20,7 +20,6 @@ from megatron_eopt.routing import ParamPattern, rows
 
 _LAYER = re.compile(r"(?<=\.layers\.)\d+(?=\.)")
 _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+(?=\.)|(?<=\.weight)\d+$")
-_SETTING = "non_homogeneous_layers"  # Megatron's name for it
 _MARK = "megatron_eopt_layers_differ"
 
 
@@ -67,20 +66,14 @@ def set_per_layer_keys(model_chunks: Sequence[Any], apart: bool) -> None:
 
 
 @around
-def defer_layer_keys(build_metadata: Original, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Lets :func:`apply_layer_keys` decide, instead of ``_build_sharded_state_dict_metadata``."""
-    return {_SETTING: None} | build_metadata(*args, **kwargs)
-
-
-@around
-def apply_layer_keys(generate: Original, *args: Any, **kwargs: Any) -> Any:
-    """Replaces ``generate_state_dict``: layers to :func:`set_per_layer_keys` are named."""
+def name_layers(generate: Original, *args: Any, **kwargs: Any) -> Any:
+    """Replaces ``generate_state_dict``: a save names the layers that :func:`set_per_layer_keys` marked."""
     given = inspect.signature(generate).bind(*args, **kwargs).arguments
-    apart = any(getattr(chunk, _MARK, False) for chunk in given["model"])
-    for name in ("model_sd_kwargs", "optim_sd_kwargs"):
-        metadata = (given.get(name) or {}).get("metadata") or {}
-        if _SETTING in metadata and metadata[_SETTING] is None:  # of a save, by defer_layer_keys()
-            del metadata[_SETTING]
-            if apart:
-                metadata[_SETTING] = True
+    of_model = given.get("model_sd_kwargs") or {}
+    of_optimizer = given.get("optim_sd_kwargs") or {}
+    # a load names them as the checkpoint does
+    if not of_optimizer.get("is_loading") and any(getattr(chunk, _MARK, False) for chunk in given["model"]):
+        for metadata in (of_model.get("metadata"), of_optimizer.get("metadata")):
+            if metadata is not None:  # as for the torch format
+                metadata["non_homogeneous_layers"] = True
     return generate(*args, **kwargs)

@@ -135,27 +135,30 @@ class SavedState:
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load what :meth:`sharded_state_dict` or Megatron alone saved."""
         inner = matching.torch_state(state_dict)
-        theirs = inner["param_groups"]
-        if any("params" in group for group in theirs):  # not from torch_dist: as it was
+        if BLOCK not in state_dict:  # not from torch_dist: as it was
             self._megatrons_load_state_dict(state_dict)
             return
-        block = state_dict.pop(BLOCK, {})
+        block = state_dict.pop(BLOCK)
         if self._run is not None:
             report_changes(block.get("manifest"), self._run.families)
         self._join(block.get("state", {}), inner["state"])
-        inner["param_groups"] = self._groups(theirs, block)
+        groups = self._groups(inner["param_groups"], block)
         live = {}
         for index, (key, _) in self._trained().items():
             values = inner["state"].get(index, {})
             if key in values:
                 live[index] = values.pop(key)
         self._place(state_dict)
-        # Megatron tells groups apart by some of their settings, and mixes up the rest: ours are in order.
-        self._megatron._filter_and_reorder_param_groups = lambda current, in_order: in_order
+        # Megatron pairs groups by a few of their settings, and mixes up those that are equal in these. So it gets the
+        # groups of this run, and torch those to go on with, in the same list, which Transformer Engine's Adam reads.
+        inner["param_groups"] = self._torch.state_dict()["param_groups"]
+        hook = self._torch.register_load_state_dict_pre_hook(
+            lambda optimizer, loaded: loaded["param_groups"].__setitem__(slice(None), groups)
+        )
         try:
             self._megatrons_load_state_dict(inner if self._nested else state_dict)
         finally:
-            del self._megatron._filter_and_reorder_param_groups
+            hook.remove()
         if has_average(self._megatron):
             restore_training_weights(self._megatron, live)
 

@@ -15,7 +15,7 @@ from megatron_eopt.checkpoints.sums import CHECKSUMS, saved_sums
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.checkpoints import matching
 from megatron_eopt.megatron.checkpoints.checksums import compare_sums
-from megatron_eopt.megatron.checkpoints.fitting import fit
+from megatron_eopt.megatron.checkpoints.fitting import fitted
 from megatron_eopt.megatron.checkpoints.refusals import of_another, of_buffers, problem_of, requested_of
 from megatron_eopt.megatron.checkpoints.sharding import sharded_tensors
 from megatron_eopt.megatron.checkpoints.stored import Stored, contents_of, read_stored
@@ -34,9 +34,12 @@ def checked_load(load: Original, sharded_state_dict: Any, checkpoint_dir: str, *
     contents_of.cache_clear()  # nobody asks again
     if stored is None:
         return load(sharded_state_dict, checkpoint_dir, *args, **kwargs)
-    if optimizers:
-        problem = _fitted(sharded_state_dict, optimizers, stored)
-    else:  # none of ours; Megatron checks the rest itself
+    problem = stored.damage
+    if problem is None and optimizers:
+        optimizers = fitted(optimizers, stored)
+        request = matching.without_ours(sharded_state_dict) | {matching.OPTIMIZERS: dict(enumerate(optimizers))}
+        problem = problem_of(optimizers, stored) or of_buffers(sharded_tensors(request), stored.shapes)
+    elif problem is None:  # none of ours; Megatron checks the rest itself
         wanted = union(requested_of({"optimizer": sharded_state_dict["optimizer"]}))
         problem = of_another(None, wanted, blocks_of(stored.optimizer))
     if problem:
@@ -47,7 +50,6 @@ def checked_load(load: Original, sharded_state_dict: Any, checkpoint_dir: str, *
     if any(each[BLOCK]["checksums"] for each in optimizers):
         entries = {key: math.prod(shape) for key, shape in stored.shapes.items()}
         sums = saved_sums(stored.checksums, stored.optimizer, entries)
-    request = matching.taken_out(sharded_state_dict)
     _report_differences(request, stored)
     _report_settings(optimizers, stored)
     result = load(request, checkpoint_dir, *args, **kwargs)
@@ -57,14 +59,6 @@ def checked_load(load: Original, sharded_state_dict: Any, checkpoint_dir: str, *
     loaded.pop(CHECKSUMS, None)
     matching.put_back(sharded_state_dict, loaded, stored.optimizer)
     return result
-
-
-def _fitted(requested: Any, optimizers: Sequence[StateDict], stored: Stored) -> str | None:
-    """Fit the request of our optimizers, in place, or say why it cannot be met."""
-    if stored.damage is not None:
-        return stored.damage
-    fit(optimizers, stored)
-    return problem_of(optimizers, stored) or of_buffers(sharded_tensors(requested), stored.shapes)
 
 
 @around

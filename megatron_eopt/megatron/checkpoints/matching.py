@@ -200,23 +200,19 @@ def torch_state(state_dict: StateDict) -> Any:
     return state_dict.get("optimizer", state_dict)
 
 
-def taken_out(requested: StateDict) -> StateDict:
-    """The request, with our optimizers by number under :data:`OPTIMIZERS`."""
-    return _without_ours(requested) | {OPTIMIZERS: dict(enumerate(holding(requested, BLOCK)))}
-
-
-def _without_ours(state_dict: StateDict) -> StateDict:
+def without_ours(state_dict: StateDict) -> StateDict:
+    """A request without those of our optimizers."""
     rest = {}
     for key, value in state_dict.items():
         if not any(holding(value, BLOCK)):
             rest[key] = value
         elif BLOCK not in value:
-            rest[key] = _without_ours(value)
+            rest[key] = without_ours(value)
     return rest
 
 
 def put_back(requested: StateDict, loaded: StateDict, common: Any) -> None:
-    """Bring what :func:`taken_out` loaded into the requested form, in place."""
+    """Bring what was loaded by number under :data:`OPTIMIZERS` into the requested form, in place."""
     optimizers = loaded.pop(OPTIMIZERS, {})
     ours = []
     for number, each in enumerate(holding(requested, BLOCK)):

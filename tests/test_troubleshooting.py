@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from megatron_eopt import OptimizerConfig, TensorParallelMuon, build_optimizer
 from megatron_eopt.checkpoints.contents import read_contents
 from megatron_eopt.megatron.assignment import Assignment
-from megatron_eopt.megatron.checkpoints.refusals import mismatch, of_another, stacks_layers
+from megatron_eopt.megatron.checkpoints.keys import mismatch, of_another, stacks_layers
 from megatron_eopt.megatron.consensus import refuse_different, say
 from megatron_eopt.megatron.first_step import check_steps, warn_of_unused
 from megatron_eopt.megatron.given import warnings_of
@@ -38,7 +38,7 @@ MESSAGES = {
 }
 WEIGHT = "decoder.layers.mlp.linear_fc1.weight"
 FIRST = "decoder.layers.0.mlp.linear_fc1.weight"
-MUON_WROTE = [{"optimizer": "TensorParallelMuon", "groups": [{"names": {WEIGHT: [[0, 2]]}}]}]
+MUON_WROTE = [{"optimizer": "TensorParallelMuon", "groups": [{"names": {WEIGHT: [0, 1]}}]}]
 
 
 def state(*keys, layers=2):

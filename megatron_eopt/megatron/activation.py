@@ -20,7 +20,7 @@ from megatron_eopt.matrices import ATTRIBUTE
 from megatron_eopt.megatron import command_line, releases
 from megatron_eopt.megatron.at_average import evaluated_at_average
 from megatron_eopt.megatron.builders import checked_elsewhere, wrap_emerging_builder, wrap_group_builder
-from megatron_eopt.megatron.checkpoints import checksums, complete, fsdp_dtensor, layers, loading
+from megatron_eopt.megatron.checkpoints import fsdp_dtensor, integrity, keys, loading
 from megatron_eopt.megatron.qk_clip import clip
 from megatron_eopt.megatron.run_flags import FLAGS
 from megatron_eopt.megatron.wrappers import shard_of
@@ -123,8 +123,8 @@ def _of_core() -> list[Redirection]:
         *(Redirection(attributes, name, lambda default: default, lost) for name in kept),
         Redirection(state_of_parameters, "get_optim_param_to_id_map", by_shard, shards),
         Redirection(dist_checkpointing, "load", loading.checked_load, refused),
-        Redirection(dist_checkpointing, "save", checksums.checked_save, compared),
-        Redirection(FileSystemReader, "read_metadata", complete.gated_metadata, harmless),
+        Redirection(dist_checkpointing, "save", integrity.checked_save, compared),
+        Redirection(FileSystemReader, "read_metadata", integrity.gated_metadata, harmless),
         *(Redirection(config, "__init__", _with_our_settings, auto) for config in configs),
         Redirection(optimizer_config.OptimizerConfig.__dataclass_fields__, "muon_tp_mode", exact, later),
     ]
@@ -162,11 +162,11 @@ def _of_training() -> list[Redirection]:
     at_average = "Schedule-Free's average of the weights is what is evaluated"
     return [
         without_makefile(),
-        Redirection(checkpointing, "_load_base_checkpoint", complete.checked_base, refused),
-        Redirection(checkpointing, "generate_state_dict", layers.name_layers, apart),
+        Redirection(checkpointing, "_load_base_checkpoint", integrity.checked_base, refused),
+        Redirection(checkpointing, "generate_state_dict", keys.name_layers, apart),
         Redirection(checkpointing, "preprocess_fsdp_dtensor_state_dict", fsdp_dtensor.prepared, named),
         Redirection(checkpointing, "load_checkpoint", loading.with_optimizer, in_place),
-        Redirection(checkpointing, "read_metadata", complete.checked_tracker, empty),
+        Redirection(checkpointing, "read_metadata", integrity.checked_tracker, empty),
         Redirection(parsing, "add_megatron_arguments", amended, parsed),
         Redirection(parsing, "validate_args", command_line.validated, fsdp),
         Redirection(training, "evaluate", evaluated_at_average, at_average),

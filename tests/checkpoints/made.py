@@ -64,7 +64,7 @@ def common(**changed):
 
 def block(optimizer="TensorParallelMuon", names=("mlp.fc1", "mlp.fc2"), **more):
     """What this package writes into the state of one of Megatron's optimizers."""
-    groups = [{"names": {name: [[0, 2]] for name in names}, "settings": {"lr": 0.01}}]
+    groups = [{"names": {name: [0, 1] for name in names}, "settings": {"lr": 0.01}}]
     return {"format": 1, "optimizer": optimizer, "settings": {"lr": 0.01, "c": [[1.0, 2.0]]}, "groups": groups, **more}
 
 

@@ -28,7 +28,7 @@ from megatron_eopt.checkpoints import gate
 from megatron_eopt.checkpoints.contents import CheckpointError, load_metadata, read_contents
 from megatron_eopt.checkpoints.faults import check_extra_states, check_pickles
 from megatron_eopt.cli import main
-from megatron_eopt.megatron.checkpoints.complete import gated_metadata
+from megatron_eopt.megatron.checkpoints.integrity import gated_metadata
 from tests.checkpoints import limits, made
 from tests.checkpoints.made import common, save, tensors
 from tests.checkpoints.payloads import (

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_eopt.megatron.checkpoints.adam_of_buffers import let_adam_be_saved
+from megatron_eopt.megatron.checkpoints.sharded_state import let_adam_be_saved
 from megatron_eopt.megatron.support.buffers import clear_where_refused
 from tests.megatron.runs import (
     ADAPTIVE,

@@ -11,8 +11,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_repl
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 
 from megatron_eopt.matrices import query_key_value
-from megatron_eopt.megatron.checkpoints.layers import name_layers, set_per_layer_keys
-from megatron_eopt.megatron.checkpoints.sharding import joined, sharded_state
+from megatron_eopt.megatron.checkpoints.keys import name_layers, set_per_layer_keys
+from megatron_eopt.megatron.checkpoints.sharded_state import joined, sharded_state
 from megatron_eopt.parallel.layout import Layout, split_layout
 from megatron_eopt.parallel.rectangles import cut, whole
 from megatron_eopt.step.state import StateTensor
@@ -128,5 +128,5 @@ def test_each_model_of_a_process_has_its_own_names_of_layers():
     assert metadata_of(apart) == {"singleton_local_shards": False, "non_homogeneous_layers": True}
     assert metadata_of(alike) == as_megatron_has_it
     assert metadata_of(apart, is_loading=True) == as_megatron_has_it
-    in_the_torch_format = name_layers(lambda args, model, optim_sd_kwargs: optim_sd_kwargs)
+    in_the_torch_format = name_layers(lambda args, model, model_sd_kwargs: model_sd_kwargs)
     assert in_the_torch_format(None, [apart], {"metadata": None}) == {"metadata": None}

@@ -20,12 +20,19 @@ from torch.optim import Adam, AdamW
 from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.checkpoints.contents import CheckpointError, read_layout
-from megatron_eopt.checkpoints.states import BLOCK, Settings, StateDict
+from megatron_eopt.checkpoints.states import BLOCK, StateDict
 from megatron_eopt.matrices import WHOLE, Split
-from megatron_eopt.megatron.checkpoints.complete import resumed
-from megatron_eopt.megatron.checkpoints.loading import report_changes, report_converted
-from megatron_eopt.megatron.checkpoints.matching import groups_after_load, of_whole, report_settings
-from megatron_eopt.megatron.checkpoints.refusals import FORMAT, FRESH, too_new
+from megatron_eopt.megatron.checkpoints.integrity import resumed
+from megatron_eopt.megatron.checkpoints.keys import FORMAT, OF_ANOTHER, other_states, taken_for_its_own, too_new
+from megatron_eopt.megatron.checkpoints.loading import (
+    groups_after_load,
+    of_whole,
+    report_changes,
+    report_converted,
+    report_settings,
+    settings_of,
+)
+from megatron_eopt.megatron.checkpoints.sharded_state import along, sides_of
 from megatron_eopt.megatron.consensus import from_rank_0, union
 from megatron_eopt.megatron.fused import in_shards
 from megatron_eopt.megatron.model_parameters import ModelParameter
@@ -37,7 +44,7 @@ from megatron_eopt.registry import list_optimizers
 from megatron_eopt.routing import to_json
 from megatron_eopt.step.base import BaseOptimizer
 from megatron_eopt.step.parameters import local
-from megatron_eopt.step.state import NO_SETTINGS, SIDES, Dim, StateTensor
+from megatron_eopt.step.state import SIDES, Dim, StateTensor
 
 _TO_LOAD = ""  # what a checkpoint fills in
 
@@ -63,8 +70,7 @@ class SavedShards:
                 for values in optimizer.state.values():
                     values.setdefault("step", torch.zeros(()))  # which Megatron leaves to the first step
             for group in optimizer.param_groups:
-                of_group = {key: value for key, value in group.items() if key not in NO_SETTINGS}
-                written = _TO_LOAD if is_loading else json.dumps([type(optimizer).__name__, of_group])
+                written = _TO_LOAD if is_loading else json.dumps([type(optimizer).__name__, settings_of(group)])
                 for parameter in group["params"]:
                     name = self._megatron._param_name(parameter)
                     settings[name] = written
@@ -83,34 +89,28 @@ class SavedShards:
         run = json.loads(state_dict[BLOCK]["run"])
         _refuse(too_new(run["format"]))
         report_changes(run["manifest"], self._run.families)
-        saved = {name: json.loads(each) for name, each in state_dict["settings"].items()}
-        for problem in union(self._problems(saved)):
-            _refuse(f"{problem}; {FRESH}")
+        written = state_dict["settings"]
+        for problem in union(self._problems(written)):
+            _refuse(problem)
         for optimizer in self._optimizers:
             if isinstance(optimizer, BaseOptimizer):
                 name = type(optimizer).__name__
                 report_settings(name, run["settings"][name], **of_whole(optimizer))
-            state = optimizer.state_dict()
             of_groups = []
             for group in optimizer.param_groups:
-                different: list[Settings] = []
-                for parameter in group["params"]:
-                    _, of_group = saved[self._megatron._param_name(parameter)]
-                    if of_group not in different:
-                        different.append(of_group)
-                of_groups.append(different)
-            for group, settings in zip(state["param_groups"], groups_after_load(optimizer, of_groups), strict=True):
-                group |= settings
-            optimizer.load_state_dict(state)
+                different = {written[self._megatron._param_name(parameter)]: None for parameter in group["params"]}
+                of_groups.append([json.loads(each)[1] for each in different])
+            groups = groups_after_load(optimizer, of_groups)
+            optimizer.load_state_dict(optimizer.state_dict() | {"param_groups": groups})
 
-    def _problems(self, saved: dict[str, Any]) -> Iterator[str]:
+    def _problems(self, written: dict[str, str]) -> Iterator[str]:
         for optimizer in self._optimizers:
             ours = type(optimizer).__name__
             for parameter in optimizer.state:
                 name = self._megatron._param_name(parameter)
-                wrote, _ = saved[name]
+                wrote, _ = json.loads(written[name])
                 if wrote != ours:
-                    yield f"{wrote} wrote the state of {name}, and {ours} would take it for its own"
+                    yield taken_for_its_own(wrote, name, ours)
 
     def _saved(self, optimizer: Optimizer, parameter: Tensor) -> Iterator[tuple[str, str, Tensor]]:
         """Views of a parameter's state as saved: suffix of the name, key, view."""
@@ -144,11 +144,9 @@ class SavedShards:
         if not split.is_whole:  # the order of the rows depends on the number of shards
             views = list(local(data).split([part.rectangle.shape[0] for part in parts]))
         for name, part, view in zip(split.names(layout.shape[0]), parts, views, strict=True):
-            held = part.rectangle
-            lengths = {"rows": part.shape[0], "columns": part.shape[1]}
-            starts = {"rows": held.top, "columns": held.left}
-            shape = [dim if isinstance(dim, int) else lengths[dim] for dim in dims]
-            start = [0 if isinstance(dim, int) else starts[dim] for dim in dims]
+            extents = along(dims, sides_of(part))
+            shape = [extent.length for extent in extents]
+            start = [extent.start for extent in extents]
             yield f"[{name}]" if name else "", with_chunk(view, data, shape, start)
 
 
@@ -221,14 +219,12 @@ def _refuse_missing(args: Any, wanted: dict[str, dict[str, Tensor]]) -> None:
     for name, state in wanted.items():
         has = held.get(f"optimizer.state.{name}", [])
         if not state.keys() <= set(has):
-            listed = ", ".join(has) or "no state"
-            lacking.append(f"it holds {listed} for {name}, and this run needs {', '.join(sorted(state))}")
+            lacking.append(other_states(name, has, "this run", state, OF_ANOTHER))
             continue
         for key, x in state.items():
             dtypes.append((key, stored[f"optimizer.state.{name}.{key}"], x.dtype))
-    reason = "another optimizer wrote it, or this one with other settings; resume with that one, or"
     for problem in union(lacking):
-        _refuse(f"{problem}: {reason} {FRESH}")
+        _refuse(problem)
     report_converted(dtypes)
 
 

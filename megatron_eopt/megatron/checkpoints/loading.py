@@ -1,64 +1,170 @@
-"""Load a torch_dist checkpoint: compare it with what is requested first, and tell what changes."""
+"""Load a torch_dist checkpoint: it is compared with what is requested first, and what changes is said.
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+Megatron pairs optimizers and groups by position, which differs at another expert-parallel size, after another
+optimizer, or where a pipeline stage has no parameter of a group. So the state of each optimizer is loaded under a name
+of its own, and each finds its groups in the common state of the whole checkpoint, by names of parameters. Users'
+settings come from the run that loads, and a difference is reported; what the run itself computed (step counts, the
+schedule's position) comes from the checkpoint.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.checkpoints.contents import CheckpointError
-from megatron_eopt.checkpoints.states import BLOCK, StateDict, blocks_of, holding, split_key
+from megatron_eopt.checkpoints.states import BLOCK, Block, Settings, StateDict, blocks_of, holding, split_key
 from megatron_eopt.checkpoints.sums import CHECKSUMS, saved_sums
+from megatron_eopt.family import CLASSES
 from megatron_eopt.megatron import releases
-from megatron_eopt.megatron.checkpoints import matching
-from megatron_eopt.megatron.checkpoints.checksums import compare_sums
-from megatron_eopt.megatron.checkpoints.fitting import fitted
-from megatron_eopt.megatron.checkpoints.refusals import of_another, of_buffers, problem_of, requested_of
-from megatron_eopt.megatron.checkpoints.sharding import sharded_tensors
-from megatron_eopt.megatron.checkpoints.stored import Stored, contents_of, read_stored
+from megatron_eopt.megatron.checkpoints.integrity import compare_sums, contents_of, read_stored
+from megatron_eopt.megatron.checkpoints.keys import (
+    fitted,
+    of_another,
+    of_buffers,
+    problem_of,
+    shapes_of,
+    sharded_tensors,
+)
 from megatron_eopt.megatron.consensus import from_rank_0, say, union
 from megatron_eopt.megatron.support.facts import on
+from megatron_eopt.megatron.wrappers import torch_optimizers
+from megatron_eopt.orthogonalize.coefficients import name_of_schedule
 from megatron_eopt.redirect import Original, around
 from megatron_eopt.routing import ParamPattern, compare, from_json, to_json, with_schedule
+from megatron_eopt.routing.settings import settings_of_groups
+from megatron_eopt.step.base import BaseOptimizer
+from megatron_eopt.step.state import NO_SETTINGS
+
+MAIN_PARAMETERS = "fp32_from_fp16_params"
+_OPTIMIZERS = "optimizers of megatron_eopt"  # no name of Megatron's, so nothing is merged into it
+_TORCHS = ("Adam", "AdamW")
+
+# Where the schedule stands: Megatron's scheduler computes them anew after a load, a loop without one goes on from them.
+_SCHEDULED = frozenset({"lr", "weight_decay"})
+_SCHEDULE = frozenset({"max_lr", "min_lr", "start_wd", "end_wd", "wd_mult", "lr_mult"})  # what it starts from
+_SAID_ELSEWHERE = frozenset({"momentum_dtype", "of_groups"})  # when their change is found
+_FROM_CHECKPOINT = "use_checkpoint_opt_param_scheduler"  # Megatron's flag: the schedule of the checkpoint counts
+_CHANGED = "goes on with other settings than the checkpoint has"
+_STRUCTURE = frozenset({"is_expert_parallel", "default_config"})  # of the layout, and of how Megatron logs
+
+Changes = dict[str, tuple[Any, Any]]  # name of a setting -> checkpoint's, now
 
 
 @around
 def checked_load(load: Original, sharded_state_dict: Any, checkpoint_dir: str, *args: Any, **kwargs: Any) -> Any:
     """Replaces ``dist_checkpointing.load``: checks that requested optimizer state is there."""
     optimizers = list(holding(sharded_state_dict, BLOCK))
-    with_state = optimizers or "optimizer" in sharded_state_dict
+    with_state = "optimizer" in sharded_state_dict
     stored = from_rank_0(lambda: read_stored(Path(checkpoint_dir))) if with_state else None
     contents_of.cache_clear()  # nobody asks again
     if stored is None:
         return load(sharded_state_dict, checkpoint_dir, *args, **kwargs)
-    problem = stored.damage
-    if problem is None and optimizers:
-        optimizers = fitted(optimizers, stored)
-        request = matching.without_ours(sharded_state_dict) | {matching.OPTIMIZERS: dict(enumerate(optimizers))}
-        problem = problem_of(optimizers, stored) or of_buffers(sharded_tensors(request), stored.shapes)
-    elif problem is None:  # none of ours; Megatron checks the rest itself
-        wanted = union(requested_of({"optimizer": sharded_state_dict["optimizer"]}))
-        problem = of_another(None, wanted, blocks_of(stored.optimizer))
+    saved = stored.common["optimizer"]
+    blocks = blocks_of(saved)
+    shapes = {key: tensor.shape for key, tensor in stored.tensors.items()}
+    if optimizers:
+        optimizers = fitted(optimizers, shapes)
+        request = _without_ours(sharded_state_dict) | {_OPTIMIZERS: dict(enumerate(optimizers))}
+        problem = problem_of(optimizers, shapes, blocks) or of_buffers(sharded_tensors(request), shapes)
+    else:  # none of ours; Megatron checks the rest itself
+        problem = of_another(None, union(shapes_of(sharded_state_dict["optimizer"])), blocks)
     if problem:
         raise CheckpointError(f"{checkpoint_dir}: {problem}")
     if not optimizers:
         return load(sharded_state_dict, checkpoint_dir, *args, **kwargs)
     sums = None
     if any(each[BLOCK]["checksums"] for each in optimizers):
-        entries = {key: math.prod(shape) for key, shape in stored.shapes.items()}
-        sums = saved_sums(stored.checksums, stored.optimizer, entries)
-    _report_differences(request, stored)
-    _report_settings(optimizers, stored)
+        entries = {key: tensor.entries for key, tensor in stored.tensors.items()}
+        sums = saved_sums(stored.common[CHECKSUMS], saved, entries)
+    tensors = [tensor for tensor in sharded_tensors(request) if tensor.key in stored.tensors]
+    report_padding(tensors, shapes)
+    dtypes = [(split_key(tensor.key)[0], stored.tensors[tensor.key].dtype, tensor.dtype) for tensor in tensors]
+    report_converted(each for each in dtypes if each[0])
+    _report_settings(optimizers, blocks)
     result = load(request, checkpoint_dir, *args, **kwargs)
     loaded = result[0] if isinstance(result, tuple) else result
     if sums:
-        compare_sums(sums, stored, request, loaded, checkpoint_dir)
+        compare_sums(sums, stored.tensors, request, loaded, checkpoint_dir)
     loaded.pop(CHECKSUMS, None)
-    matching.put_back(sharded_state_dict, loaded, stored.optimizer)
+    ours = loaded.pop(_OPTIMIZERS, {})
+    found = [_completed(each, ours.get(number, {}), saved) for number, each in enumerate(optimizers)]
+    loaded["optimizer"] = _in_form_of(sharded_state_dict["optimizer"], loaded.get("optimizer"), iter(found))
     return result
+
+
+def _without_ours(state_dict: StateDict) -> StateDict:
+    """A request without those of our optimizers."""
+    rest = {}
+    for key, value in state_dict.items():
+        if not any(holding(value, BLOCK)):
+            rest[key] = value
+        elif BLOCK not in value:
+            rest[key] = _without_ours(value)
+    return rest
+
+
+def _in_form_of(requested: Any, loaded: Any, ours: Iterator[StateDict]) -> Any:
+    """What was loaded in the requested form, with ours in the order of :func:`holding`."""
+    if not any(holding(requested, BLOCK)):
+        return loaded
+    if BLOCK in requested:
+        return next(ours)
+    return {key: _in_form_of(value, (loaded or {}).get(key), ours) for key, value in requested.items()}
+
+
+def _completed(requested: StateDict, loaded: StateDict, saved: Any) -> StateDict:
+    """An optimizer's state dict, with its step count, and in its block the groups of all that were ``saved``."""
+    blocks = blocks_of(saved)
+    theirs = list(holding(saved, "param_groups"))
+    inner: StateDict = {
+        "state": dict(torch_state(loaded).get("state", {})),
+        "param_groups": [group for each in theirs for group in each["param_groups"]],
+    }
+    counts = _counts_of_steps(requested[BLOCK]["optimizer"], blocks, theirs)
+    step = next((count for count in counts if count is not None), None)
+    if step is not None:
+        inner["state"]["common_step"] = step
+    block: Block = {}
+    for each in reversed(blocks):  # the first that has a manifest counts
+        block |= each | {"groups": each["groups"] + block.get("groups", [])}
+    block["state"] = loaded.get(BLOCK, {}).get("state", {})
+    if "optimizer" not in requested:
+        return inner | {BLOCK: block}
+    main = loaded.get(MAIN_PARAMETERS, [])
+    if isinstance(main, list):  # which lacks the groups without parameters
+        filled = iter(main)
+        main = [next(filled) if group else [] for group in requested.get(MAIN_PARAMETERS, [])]
+    return {"optimizer": inner, MAIN_PARAMETERS: main, BLOCK: block}
+
+
+def torch_state(state_dict: StateDict) -> Any:
+    """The torch optimizer's state dict; in bf16 it is nested."""
+    return state_dict.get("optimizer", state_dict)
+
+
+def _counts_of_steps(name: str, blocks: Iterable[Block], theirs: Iterable[StateDict]) -> Iterator[Any]:
+    """What says how many steps a class of optimizers has made; None where one does not say so."""
+    for block in blocks:
+        if block["optimizer"] == name or (_is_adam(name) and _is_adam(block["optimizer"])):
+            yield block["common_step"]
+    for each in theirs:
+        if not blocks and _is_adam(name):
+            yield each.get("state", {}).get("common_step")
+    for each in theirs:
+        for group in each["param_groups"]:
+            if name in _TORCHS and "step" in group:  # of the distributed optimizer
+                yield torch.tensor(float(group["step"]))
+
+
+def _is_adam(name: str) -> bool:
+    """Whether a class counts steps as Adam does: torch's, Transformer Engine's, Apex's, or a user's."""
+    return "Adam" in name and name not in CLASSES
 
 
 @around
@@ -71,59 +177,176 @@ def with_optimizer(
     With ``--use-checkpoint-opt-param-scheduler`` its scheduler sets the weight decay of the groups before it takes over
     that of the checkpoint, so that the first step would decay as the command line says: it sets it once more.
     """
-    ours = hasattr(optimizer, "megatron_eopt")
-    if ours and kwargs.get("skip_load_to_model_and_opt"):
+    if not hasattr(optimizer, "megatron_eopt"):
+        return load(model, optimizer, opt_param_scheduler, *args, **kwargs)
+    if "skip_load_to_model_and_opt" in kwargs:
         kwargs["skip_load_to_model_and_opt"] = False
-    of_run = matching.schedules(optimizer) if ours else []
+    of_run = schedules(optimizer)
     result = load(model, optimizer, opt_param_scheduler, *args, **kwargs)
     args = releases.training_args()
-    if ours and on(args, "no_load_optim") and result[0]:
+    if on(args, "no_load_optim") and result[0]:
         say(
             f"--no-load-optim: the weights are those of iteration {result[0]}, all optimizer state begins at zero, and "
             f"so does the schedule of rates and weight decay"
         )
     overrides = on(args, "override_opt_param_scheduler")
-    if ours and opt_param_scheduler is not None and (overrides or on(args, matching.FROM_CHECKPOINT)):
+    if opt_param_scheduler is not None and (overrides or on(args, _FROM_CHECKPOINT)):
         if overrides:
-            matching.restore_schedules(optimizer, of_run)
+            restore_schedules(optimizer, of_run)
         opt_param_scheduler.step(0)
     return result
 
 
-def _report_differences(request: Any, stored: Stored) -> None:
-    """Say what of the stored will be of another size or dtype here."""
-    tensors = list(sharded_tensors(request))
-    warning = other_padding(tensors, stored.shapes)
-    if warning and dist.get_rank() == 0:
-        say(f"warning: {warning}")
-    converted = []
-    for tensor in tensors:
-        state, _ = split_key(tensor.key)
-        if state:
-            converted.append((state, stored.dtypes.get(tensor.key, tensor.dtype), tensor.dtype))
-    report_converted(converted)
+def schedules(optimizer: Any) -> list[Settings]:
+    """What the schedule of each group starts from."""
+    return [{key: group[key] for key in _SCHEDULE & group.keys()} for group in _groups(optimizer)]
 
 
-def _report_settings(optimizers: Iterable[StateDict], stored: Stored) -> None:
+def restore_schedules(optimizer: Any, of_run: Sequence[Settings]) -> None:
+    """Give all groups back what :func:`schedules` returned; changes are printed."""
+    changed = 0
+    for group, kept in zip(_groups(optimizer), of_run, strict=True):
+        changed += any(group.get(key) != value for key, value in kept.items())
+        group.update(kept)
+    if changed:
+        say(
+            f"--override-opt-param-scheduler: Megatron gave {changed} parameter groups other rates in the load, and "
+            f"they are again as the flags and overrides of this run say"
+        )
+
+
+def _groups(optimizer: Any) -> Iterator[Settings]:
+    for each in torch_optimizers(optimizer):
+        yield from each.param_groups
+
+
+def groups_after_load(optimizer: Optimizer, saved: Sequence[Sequence[Settings]]) -> list[Settings]:
+    """The groups of a state dict to load, with :func:`settings_after_load`; changes are printed.
+
+    ``saved`` are, for each group, the checkpoint's groups that have its parameters.
+    """
+    carried = optimizer.persistent_group_keys if isinstance(optimizer, BaseOptimizer) else frozenset()
+    settable = {"optimizer", *settings_of_groups(optimizer)}
+    from_checkpoint = on(releases.training_args(), _FROM_CHECKPOINT)
+    groups = []
+    numbers: dict[str, list[str]] = {}  # of groups, by what changed in them
+    for number, (group, of_group) in enumerate(zip(optimizer.state_dict()["param_groups"], saved, strict=True)):
+        settings, changed = settings_after_load(group, of_group, carried, settable, from_checkpoint)
+        groups.append(settings)
+        if changed:
+            numbers.setdefault(_listed(changed), []).append(str(number))
+    for changes, alike in numbers.items():
+        where = f"group{'s' if len(alike) > 1 else ''} {', '.join(alike)}"
+        say(f"{type(optimizer).__name__} {_CHANGED} in {where}: {changes}")
+    return groups
+
+
+def settings_after_load(
+    current: Settings, saved: Sequence[Settings], carried: Set[str], settable: Set[str], from_checkpoint: bool = False
+) -> tuple[Settings, Changes]:
+    """A group's settings, and changes.
+
+    ``saved`` are the checkpoint's groups that have its parameters. A group goes on without what a user may set,
+    ``settable``, and this run does not. ``from_checkpoint`` takes the schedule of the checkpoint. A ValueError refuses
+    saved groups that differ in what is ``carried`` over, which the optimizer computes.
+    """
+    settings = dict(current)
+    changed: Changes = {}
+    if not saved:
+        return settings, changed
+    then: dict[str, list[Any]] = defaultdict(list)
+    for group in saved:
+        for key, value in group.items():
+            then[key].append(value)
+    for key, values in sorted(then.items()):
+        is_gone = key not in current
+        if key in carried or key == "step" or (is_gone and key not in settable | _SCHEDULE):
+            if any(value != values[0] for value in values):
+                raise ValueError(
+                    f"parameters of one group come from groups of the checkpoint with different {key!r}: {values}; "
+                    f"keep the groups of the run that saved, or pass --no-load-optim to start with fresh state"
+                )
+            settings[key] = values[0]
+        elif is_gone and key in settable:
+            changed[key] = (values[0], "the optimizer's own")
+        elif is_gone or key in _SCHEDULED | _STRUCTURE:
+            continue
+        elif any(_differs(settings[key], value) for value in values):
+            changed[key] = (values[0], settings[key])
+    if from_checkpoint and _SCHEDULE & saved[0].keys():
+        for key in _SCHEDULE:  # also what only one of the two has
+            settings.pop(key, None)
+            changed.pop(key, None)
+        settings |= {key: saved[0][key] for key in _SCHEDULE & saved[0].keys()}
+    if not _SCHEDULE & changed.keys():
+        for key in _SCHEDULED & saved[0].keys():
+            settings[key] = saved[0][key]
+    return settings, changed
+
+
+def settings_of(group: Settings) -> Settings:
+    """What is saved of a group."""
+    return {key: group[key] for key in sorted(group.keys() - NO_SETTINGS)}
+
+
+def of_whole(optimizer: Any) -> dict[str, Any]:
+    """What a load has to know of settings that no group has: their values, and names of those of groups."""
+    return {"settings": optimizer.settings(), "in_groups": list(optimizer.defaults)}
+
+
+def _report_settings(optimizers: Iterable[StateDict], blocks: Iterable[Block]) -> None:
     """Say which settings of optimizers are others than the checkpoint's."""
-    saved = {block["optimizer"]: block["settings"] for block in blocks_of(stored.optimizer)}
+    saved = {block["optimizer"]: block["settings"] for block in blocks}
     now = {each[BLOCK]["optimizer"]: each[BLOCK] for each in optimizers}  # those of experts have the same
     for name, block in now.items():
         if "in_groups" in block and name in saved:
-            matching.report_settings(name, saved[name], block["settings"], block["in_groups"])
+            report_settings(name, saved[name], block["settings"], block["in_groups"])
 
 
-def other_padding(requested: Iterable[ShardedTensor], stored: Mapping[str, tuple[int, ...]]) -> str | None:
-    """What becomes of a vocabulary that was padded otherwise."""
+def report_settings(name: str, saved: Settings, settings: Settings, in_groups: Iterable[str]) -> None:
+    """Say which settings of a class of optimizers changed that no group has.
+
+    A setting that is left out has its default.
+    """
+    changed: Changes = {}
+    for key in (saved.keys() | settings.keys()) - _SAID_ELSEWHERE - set(in_groups):
+        was = saved.get(key, "default")
+        now = settings.get(key, "default")
+        if _differs(was, now):
+            changed[key] = (was, now)
+    if "coefficients" in changed:
+        was, now = map(_iteration, changed["coefficients"])
+        if was != now:  # else they are of the user's own, and as many
+            changed["coefficients"] = (was, now)
+    if changed:
+        say(f"{name} {_CHANGED}: {_listed(changed)}")
+
+
+def _iteration(schedule: Sequence[Sequence[float]]) -> str:
+    return f"{len(schedule)} steps of {name_of_schedule(schedule)}"
+
+
+def _listed(changed: Changes) -> str:
+    return ", ".join(f"{key} {old} -> {new}" for key, (old, new) in sorted(changed.items()))
+
+
+def _differs(a: Any, b: Any) -> bool:
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return list(a) != list(b)  # a list comes back from a file where a tuple went in
+    return bool(a != b)
+
+
+def report_padding(requested: Iterable[ShardedTensor], stored: Mapping[str, tuple[int, ...]]) -> None:
+    """Say what becomes of a vocabulary that was padded otherwise."""
     for tensor in requested:
-        was = stored.get(tensor.key, tensor.global_shape)
+        was = stored[tensor.key]
         if tensor.allow_shape_mismatch and was != tensor.global_shape:
-            return (
-                f"the vocabulary is padded otherwise than in the checkpoint ({tensor.key} is {tensor.global_shape}, "
-                f"and was {was}): rows that only one of them has are dropped, or begin anew; "
-                f"--make-vocab-size-divisible-by sets the padding"
+            say(
+                f"warning: the vocabulary is padded otherwise than in the checkpoint ({tensor.key} is "
+                f"{tensor.global_shape}, and was {was}): rows that only one of them has are "
+                f"dropped, or begin anew; --make-vocab-size-divisible-by sets the padding"
             )
-    return None
+            return
 
 
 def report_converted(state: Iterable[tuple[str, torch.dtype, torch.dtype]]) -> None:
@@ -144,7 +367,7 @@ def report_changes(saved: dict[str, Any] | None, families: Sequence[ParamPattern
         return
     new = from_json(to_json(families))
     counts = new
-    if on(releases.training_args(), matching.FROM_CHECKPOINT):
+    if on(releases.training_args(), _FROM_CHECKPOINT):
         counts = with_schedule(new, old)
     for line in compare(old, counts):
         say(f"changed since the checkpoint: {line}")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_eopt.cli import main
-from megatron_eopt.megatron.checkpoints.complete import damage_of_resumed
+from megatron_eopt.megatron.checkpoints.integrity import damage_of_resumed
 from tests.checkpoints import limits
 from tests.checkpoints.made import block, common, save, tensors
 

@@ -23,23 +23,13 @@ from megatron_eopt.step.foreach import where
 from megatron_eopt.step.parameters import DescribedMatrix, TensorParallelGroups, names_of_last
 from megatron_eopt.step.session import StepCache
 from megatron_eopt.step.state import MOMENTUM_BUFFER, StateTensor, check_placements
-from megatron_eopt.step.whole_matrices import (
-    GRADIENT,
-    MatrixPlan,
-    MatrixStack,
-    MatrixStep,
-    ParameterStep,
-    Program,
-    StackedOptimizer,
-    subtract,
-    write_copies,
-)
+from megatron_eopt.step.whole_matrices import MatrixPlan, Program, Stack, StackedOptimizer, subtract
 
 BASIS = "Q"
 NOISE = 100  # times the precision of the dtype: a column of P this much below the largest is rounding
 
 
-def orthonormal(x: Tensor, stack: MatrixStack, shard: Rectangle) -> Tensor:
+def orthonormal(x: Tensor, stack: Stack, shard: Rectangle) -> Tensor:
     """This rank's rows of the Q of QR decompositions, whose R have positive diagonals.
 
     Columns are zero where all but rounding is in the span of those before them, and everywhere if not ok.
@@ -173,22 +163,13 @@ class Dion(StackedOptimizer):
         for p, called in zip(group["params"], names_of_last(self.param_groups), strict=True):
             check_placements(f"{type(self).__name__}: {called}", p, self.state_tensors(p), self.matrix_layouts)
 
-    def _together(self, p: ParameterStep) -> tuple[Any, ...]:
-        number = next(i for i, group in enumerate(self.param_groups) if group is p.group)
-        return number, self.layout(p.parameter).label
-
-    def _bytes(self, matrix: MatrixStep) -> int:
-        """Bytes of the largest shard of any rank."""
-        itemsize: int = matrix.of.state[MOMENTUM_BUFFER].element_size()
-        return itemsize * max(shard.numel for shard in matrix.plan.layout.rectangles)
-
-    def program(self, stacks: list[MatrixStack]) -> Program:
+    def program(self, stacks: list[Stack]) -> Program:
         """One chunk's step; no rank needs whole matrices."""
         engine = self.engine
         matrices = [stack.matrix for stack in stacks]
         with fp32_products("highest"):
-            B = list(map(self._followed, stacks))
-            Q = [stack.kept(BASIS) for stack in stacks]
+            B = [stack.state(MOMENTUM_BUFFER) + stack.gradient for stack in stacks]
+            Q = [stack.owned(BASIS) for stack in stacks]
             products = engine.side_sums([b @ q for b, q in zip(B, Q, strict=True)], matrices, 0)
             P = []  # P = orth(B Q)
             for stack, x in zip(stacks, products, strict=True):
@@ -198,22 +179,15 @@ class Dion(StackedOptimizer):
             for stack, b, p, r, q in zip(stacks, B, P, R, Q, strict=True):
                 updates.append([self._moved(stack, b, p, r, q)])
             subtract(stacks, updates, engine)  # W -= lr (weight_decay W + sqrt(m / n) P Q^T)
-        write_copies(stacks, engine)
         yield from ()
 
-    def _followed(self, stack: MatrixStack) -> Tensor:
-        """``B = M + G``."""
-        momenta = stack.read(MOMENTUM_BUFFER)
-        gradients = stack.read(GRADIENT).to(momenta.dtype)
-        return where(stack.ok, momenta + gradients, momenta)
-
-    def _moved(self, stack: MatrixStack, B: Tensor, P: Tensor, R: Tensor, Q: Tensor) -> Tensor:
+    def _moved(self, stack: Stack, B: Tensor, P: Tensor, R: Tensor, Q: Tensor) -> Tensor:
         """``M = B - (1 - mu) P R^T`` and ``Q = R / |R|``; returns ``sqrt(m / n) P Q^T`` in the memory of ``B``."""
         shard = self.engine.shard(stack.matrix)
         columns = R[:, shard.left : shard.right]
         B.baddbmm_(P, columns.mT, alpha=stack.group["momentum"] - 1)
-        stack.write(MOMENTUM_BUFFER, B)
+        stack.keep(MOMENTUM_BUFFER, B)
         norms = torch.linalg.vector_norm(R, dim=1, keepdim=True, dtype=torch.float64).to(R.dtype)
         Q = torch.where(norms > 0, columns / norms, Q)  # a column that is left out of P keeps its direction
-        stack.keep(BASIS, Q)
+        stack.keep_owned(BASIS, Q)
         return B.baddbmm_(P, Q.mT, beta=0, alpha=muon_scale_factor(*stack.matrix.shape, "unit_rms_norm"))

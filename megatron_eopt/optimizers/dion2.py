@@ -19,7 +19,7 @@ from megatron_eopt.settings.values import ABOVE_0_UP_TO_1, Scalar
 from megatron_eopt.step.foreach import where
 from megatron_eopt.step.parameters import DescribedMatrix, TensorParallelGroups
 from megatron_eopt.step.state import StateTensor
-from megatron_eopt.step.whole_matrices import GRADIENT, MatrixPlan, MatrixStack, MatrixStep, StackedOptimizer
+from megatron_eopt.step.whole_matrices import MatrixPlan, Stack, StackedOptimizer
 
 MOMENTUM_SUM = "momentum_sum"  # no average, so that no first moment of Adam's is taken for it
 
@@ -111,17 +111,15 @@ class Dion2(StackedOptimizer):
         selected = selected_of(self.group_of(parameter), plan.layout.shape)
         return replace(described, scale=scale, rms=scale * sqrt(selected / max(1, prod(plan.layout.shape))))
 
-    def _bytes(self, matrix: MatrixStep) -> int:
-        """Bytes of what comes back: an update and a momentum."""
-        itemsize: int = matrix.of.state[MOMENTUM_SUM].element_size()
-        return 2 * itemsize * prod(matrix.plan.layout.shape)
+    def _entries(self, plan: MatrixPlan) -> int:
+        """Of what comes back: an update and a momentum."""
+        return 2 * prod(plan.layout.shape)
 
-    def gathered(self, stack: MatrixStack) -> list[Tensor]:
+    def gathered(self, stack: Stack) -> list[Tensor]:
         """``M + G``."""
-        M = stack.read(MOMENTUM_SUM)
-        return [where(stack.ok, M + stack.read(GRADIENT).to(M.dtype), M)]
+        return [stack.state(MOMENTUM_SUM) + stack.gradient]
 
-    def updated(self, stack: MatrixStack, *whole: Tensor) -> list[Tensor]:
+    def updated(self, stack: Stack, *whole: Tensor) -> list[Tensor]:
         """Updates, zero where nothing is selected, and momenta after error feedback, which overwrite ``whole``."""
         [M] = whole
         rows, cols = M.shape[1:]

@@ -1,7 +1,7 @@
 """Keller Jordan's distributed Muon."""
 
 import logging
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence, Set
 from dataclasses import replace
 from itertools import zip_longest
 from math import prod
@@ -29,16 +29,7 @@ from megatron_eopt.step.loaded_state import check_finite
 from megatron_eopt.step.nonfinite import Flag
 from megatron_eopt.step.parameters import DescribedMatrix, names_of_last
 from megatron_eopt.step.state import MOMENTUM_BUFFER, StateTensor
-from megatron_eopt.step.whole_matrices import (
-    WEIGHT,
-    MatrixPlan,
-    MatrixStack,
-    MatrixStep,
-    ParameterStep,
-    Program,
-    StackedOptimizer,
-    write_copies,
-)
+from megatron_eopt.step.whole_matrices import WEIGHT, MatrixPlan, Member, Program, Stack, StackedOptimizer
 
 logger = logging.getLogger(__name__)
 
@@ -277,71 +268,72 @@ class DistributedMuon(StackedOptimizer):
         self.init_state()
         return super().prepare()
 
-    def _chunks(self, steps: Sequence[ParameterStep]) -> Iterator[list[list[MatrixStep]]]:
+    def _divided(self, members: Sequence[Member], first: Set[int]) -> list[list[list[Member]]]:
         """One matrix of each rank at a time, the largest first."""
-        of_ranks: dict[int, list[MatrixStep]] = {}
-        for p in sorted(steps, key=lambda p: -p.parameter.numel()):
-            if p.parameter.numel():
-                of_ranks.setdefault(self._rank_of(p.parameter), []).append(MatrixStep(p, 0))
-        yield [[matrix for matrix in some if matrix] for some in zip_longest(*of_ranks.values())]
+        of_ranks: dict[int, list[Member]] = {}
+        for member in sorted(members, key=lambda member: -member.parameter.numel()):
+            if member.parameter.numel():
+                of_ranks.setdefault(self._rank_of(member.parameter), []).append(member)
+        return [[[member for member in some if member] for some in zip_longest(*of_ranks.values())]]
 
     def _take(self, ok: Flag) -> None:
         self._consolidated = None
         super()._take(ok)
 
-    def program(self, stacks: list[MatrixStack]) -> Program:
+    def program(self, stacks: list[Stack]) -> Program:
         """One chunk's step: see :class:`DistributedMuon`."""
-        factors = yield from self._exchanged([matrix.of for stack in stacks for matrix in stack.matrices], stacks[0].ok)
+        parameters = [member.parameter for stack in stacks for member in stack.members]
+        factors = yield from self._exchanged(parameters, stacks[0].ok)
         for stack in stacks:
             # W <- (1 - lr weight_decay) W - lr max(1, m/n)^0.5 O
-            weights = stack.shards[WEIGHT]
+            weights = stack.shards(WEIGHT)
             updates = []
-            for W, matrix in zip(weights, stack.matrices, strict=True):
-                factor = factors[self._rank_of(matrix.of.parameter)]
+            for W, member in zip(weights, stack.members, strict=True):
+                factor = factors[self._rank_of(member.parameter)]
                 updates.append(factor.to(W.dtype).view(W.shape))
             foreach.scale(weights, 1 - stack.decay, stack.ok)
             scale = muon_scale_factor(*stack.matrix.shape, _SCALE)
             foreach.subtract(weights, updates, stack.group["lr"] * scale, stack.ok)
-        write_copies(stacks, self.engine)
 
-    def _exchanged(self, steps: Sequence[ParameterStep], ok: Flag) -> Generator[None, None, Mapping[int, Tensor]]:
+    def _exchanged(self, parameters: Sequence[Tensor], ok: Flag) -> Generator[None, None, Mapping[int, Tensor]]:
         """Compute this rank's factor, and wait for those of all ranks; yields while they travel."""
-        own = [self._factor(p, ok).flatten() for p in steps if self._computes(p.parameter)]
+        own = [self._factor(p, ok).flatten() for p in parameters if self._computes(p)]
         group = self.process_group
         if group is None or self.ranks == 1:
             return dict(enumerate(own))
-        kinds = {(p.parameter.numel(), p.parameter.dtype) for p in steps}
-        if len(steps) == self.ranks and len(kinds) == 1:
+        kinds = {(p.numel(), p.dtype) for p in parameters}
+        if len(parameters) == self.ranks and len(kinds) == 1:
             gathered = all_gather(own[0], group)
             yield
             return dict(enumerate(gathered.wait()))
         sent = {}
-        for p in steps:
-            rank = self._rank_of(p.parameter)
+        for p in parameters:
+            rank = self._rank_of(p)
             if rank == self.rank:
                 factor = own[0]
             else:
-                factor = p.parameter.new_empty(p.parameter.numel(), dtype=self._dtype_of(p.parameter))
+                factor = p.new_empty(p.numel(), dtype=self._dtype_of(p))
             sent[rank] = broadcast(factor, rank, group)
         yield
         return {rank: one.wait() for rank, one in sent.items()}
 
-    def _factor(self, p: ParameterStep, ok: Flag) -> Tensor:
+    def _factor(self, parameter: Tensor, ok: Flag) -> Tensor:
         """``M <- M + (1 - momentum) (g - M)``, and its factor ``O``."""
-        momentum = p.state[MOMENTUM_BUFFER]
-        gradient = p.gradient.to(momentum.dtype)
-        rates = p.group["momentum"], p.group["nesterov"]
-        [update] = foreach.average([momentum], [gradient], *rates, ok)
+        group = self.group_of(parameter)
+        momentum = self.state[parameter][MOMENTUM_BUFFER]
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        rates = group["momentum"], group["nesterov"]
+        [update] = foreach.average([momentum], [gradient.to(momentum.dtype)], *rates, ok)
         update = update.flatten(1)
         factor = newton_schulz(
             update,
-            p.group["ns_steps"],
+            group["ns_steps"],
             _COEFFICIENTS,
             fp32_matmul_prec=self.fp32_matmul_prec,
             propagate_nan=True,
             products=self.symmetric_products,
         )
-        return factor.to(self._dtype_of(p.parameter))
+        return factor.to(self._dtype_of(parameter))
 
     def _dtype_of(self, parameter: Tensor) -> torch.dtype:
         """In which a parameter's factors are computed and sent."""

@@ -19,7 +19,7 @@ from megatron_eopt.step.whole_matrices import (
     CLOCK,
     EXP_AVG,
     MatrixPlan,
-    MatrixStack,
+    Stack,
     StackedOptimizer,
     first_moment,
     refreshes,
@@ -164,15 +164,12 @@ class PSGDKron(StackedOptimizer):
         # torch makes a step at rate 0 to begin a state, which is none of the run
         return isinstance(group["lr"], Tensor) or group["lr"] != 0
 
-    def _state_of(self, parameter: Tensor) -> dict[str, Any]:
-        return self._states.of(parameter, BOUNDS + self.key_ends(parameter)[-1])
-
-    def gathered(self, stack: MatrixStack) -> list[Tensor]:
+    def gathered(self, stack: Stack) -> list[Tensor]:
         """Momenta."""
         _, momentum = first_moment(stack, stack.group["momentum"])
         return [momentum]
 
-    def updated(self, stack: MatrixStack, *whole: Tensor) -> list[Tensor]:
+    def updated(self, stack: Stack, *whole: Tensor) -> list[Tensor]:
         """``U = P M``; also ``Q_L``, ``Q_R`` and their bounds."""
         (momentum,) = whole
         if not momentum.numel():
@@ -180,15 +177,15 @@ class PSGDKron(StackedOptimizer):
         group = stack.group
         # a momentum of zeros has nothing to fit to, as in the step without gradients by which torch begins a state
         steps = where(stack.ok, momentum.flatten(1).any(1), False)
-        whitened = Whitened(momentum, [stack.kept(key) for key in FACTORS], stack.kept(BOUNDS))
+        whitened = Whitened(momentum, [stack.owned(key) for key in FACTORS], stack.owned(BOUNDS))
         start(whitened, steps, group["precond_init_scale"])
         with fp32_products(group["fp32_matmul_prec"]):
             if refreshes(group):
                 whitened = refreshed(whitened, steps, group[CLOCK], group)
             update = preconditioned(whitened.factors, momentum)
         for key, factor in zip(FACTORS, whitened.factors, strict=True):
-            stack.keep(key, factor)
-        stack.keep(BOUNDS, whitened.bounds)
+            stack.keep_owned(key, factor)
+        stack.keep_owned(BOUNDS, whitened.bounds)
         if group["max_update_rms"]:
             rms = torch.linalg.vector_norm(update, dim=(1, 2), keepdim=True) / momentum[0].numel() ** 0.5
             update.mul_((group["max_update_rms"] / rms).clamp(max=1))

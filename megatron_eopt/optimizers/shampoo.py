@@ -32,7 +32,7 @@ from megatron_eopt.step.factored import (
 )
 from megatron_eopt.step.foreach import put
 from megatron_eopt.step.parameters import TensorParallelGroups
-from megatron_eopt.step.whole_matrices import MatrixStack, first_moment, refreshes
+from megatron_eopt.step.whole_matrices import Stack, first_moment, refreshes
 
 Scale = Literal[ScaleMode, "none"]
 
@@ -122,15 +122,15 @@ class Preconditioning(FactoredOptimizer):
         super()._check_group(group)
         self._check_factors(group)
 
-    def gathered(self, stack: MatrixStack) -> list[Tensor]:
+    def gathered(self, stack: Stack) -> list[Tensor]:
         """Gradients and momenta."""
         return list(first_moment(stack, stack.group["momentum"]))
 
-    def updated(self, stack: MatrixStack, *whole: Tensor) -> list[Tensor]:
+    def updated(self, stack: Stack, *whole: Tensor) -> list[Tensor]:
         """``U = s P_L M P_R``; also ``L``, ``R``, ``Q_L`` and ``Q_R``."""
         gradient, update = whole
-        own = stack.matrices[stack.own]
-        if own and any(own[0].plan.has_factor):  # not without entries
+        own = stack.own
+        if own and any(stack.has_factor):  # not without entries
             left, right = self._sides(stack)
             begins = without_factors(left, right)
             with fp32_products(stack.group["fp32_matmul_prec"]):
@@ -142,9 +142,7 @@ class Preconditioning(FactoredOptimizer):
             self._keep_sides(stack, [left, right])
         return [update] if stack.moves else []
 
-    def _absorb(
-        self, stack: MatrixStack, gradient: Tensor, left: Side | None, right: Side | None, begins: Tensor
-    ) -> None:
+    def _absorb(self, stack: Stack, gradient: Tensor, left: Side | None, right: Side | None, begins: Tensor) -> None:
         """Update factors with gradients, and make or turn bases."""
         group = self._settings(stack)
         beta = group["shampoo_beta"]
@@ -167,9 +165,9 @@ class Preconditioning(FactoredOptimizer):
             if self.whitens:
                 product = product / divisor
             follow(side.factor, product, weight, follows)
-            if not stack.one.first and not refreshes(group):
+            if not stack.first and not refreshes(group):
                 continue
-            if stack.one.first or group["basis_method"] == "eigh":
+            if stack.first or group["basis_method"] == "eigh":
                 new = eigenbasis(side.factor)
             else:
                 images = side.factor @ side.basis

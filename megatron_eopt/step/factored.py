@@ -16,9 +16,9 @@ from megatron_eopt.settings.records import FACTOR_PRECISION, Setting
 from megatron_eopt.step.foreach import where
 from megatron_eopt.step.held_norms import begin_norms, followed, radius_tensors
 from megatron_eopt.step.nonfinite import Flag
-from megatron_eopt.step.parameters import names_of_last
+from megatron_eopt.step.parameters import local, names_of_last
 from megatron_eopt.step.state import StateTensor
-from megatron_eopt.step.whole_matrices import CLOCK, EXP_AVG, WEIGHT, MatrixStack, ParameterStep, StackedOptimizer
+from megatron_eopt.step.whole_matrices import CLOCK, EXP_AVG, Stack, StackedOptimizer
 
 STEPS = "steps"
 KERNEL = "symmetric_products"
@@ -49,10 +49,6 @@ class FactoredOptimizer(StackedOptimizer):
     row_order_matters = True
 
     share_over_dp: bool
-
-    def skips_first_update(self, group: Mapping[str, Any]) -> bool:
-        """Whether the first gradient makes the factors alone."""
-        return False
 
     def layout(self, parameter: Tensor) -> Layout:
         """The layout of a parameter; a vector is a column."""
@@ -111,59 +107,62 @@ class FactoredOptimizer(StackedOptimizer):
         begin_norms(self, f"{type(self).__name__} with weight_norm 'hold'", held, set(held))
         super()._take(ok)
 
-    def _state_of(self, parameter: Tensor) -> dict[str, Any]:
-        return self._states.of(parameter, STEPS)
-
-    def _steps_of(self, ok: Flag) -> list[ParameterStep]:
+    def _steps_of(self, ok: Flag) -> dict[int, bool]:
         """Also looks which parameters have factors, or make them now; the host waits for that."""
         steps = super()._steps_of(ok)
+        parameters = self._parameters()
         starting = []
-        for p in steps:
-            if any(plan.cost for plan in p.plans) and not self._has_begun(p.parameter, STEPS):
-                starting.append(p)
+        for i in steps:
+            if not self._has_begun(parameters[i], STEPS) and any(plan.cost for plan in self._planned(parameters[i])):
+                starting.append(i)
         if starting:  # a device is waited for until all factors are known to be there, and no longer
             has_factors, makes_them = self._known(starting, ok)
-            for p, has, makes in zip(starting, has_factors, makes_them, strict=True):
-                p.first = not has
-                p.skips_first_update = self.skips_first_update(p.group)
+            for i, has, makes in zip(starting, has_factors, makes_them, strict=True):
+                steps[i] = not has
                 if has or makes:
-                    self._note_begun(p.parameter, STEPS)
+                    self._note_begun(parameters[i], STEPS)
                 else:
-                    steps.remove(p)
+                    del steps[i]
         if steps:
-            counts = [p.state[STEPS] for p in steps]
+            counts = [self.state[parameters[i]][STEPS] for i in steps]
             counted = torch.stack(counts) + (1 if ok is None else ok)
             torch._foreach_copy_(counts, list(counted.unbind()))
         return steps
 
-    def _known(self, parameters: Sequence[ParameterStep], ok: Flag) -> list[list[bool]]:
+    def _known(self, indices: Sequence[int], ok: Flag) -> list[list[bool]]:
         """Which parameters have factors, and which can make them now."""
+        parameters = self._parameters()
         has_entries = []  # what is made of a factor of nothing would follow the gradients to come only step by step
-        for p in parameters:
-            shards = self.engine.split([p.index], [p.gradient])
-            nonzero = [shard.any() for plan, shard in zip(p.plans, shards, strict=True) if plan.cost]
+        labels = []
+        steps = []
+        for i in indices:
+            p = parameters[i]
+            plans = self._planned(p)
+            shards = self.engine.split([i], [local(torch.zeros_like(p) if p.grad is None else p.grad)])
+            nonzero = [shard.any() for plan, shard in zip(plans, shards, strict=True) if plan.cost]
             has_entries.append(torch.stack(nonzero).any().float())
-        anywhere = torch.stack(self.engine.sums(has_entries, [p.label for p in parameters])) > 0
-        steps = torch.stack([p.state[STEPS] for p in parameters])
-        known: list[list[bool]] = torch.stack([steps > 0, where(ok, anywhere, False)]).tolist()
+            labels.append(plans[0].layout.label)
+            steps.append(self.state[p][STEPS])
+        anywhere = torch.stack(self.engine.sums(has_entries, labels)) > 0
+        known: list[list[bool]] = torch.stack([torch.stack(steps) > 0, where(ok, anywhere, False)]).tolist()
         return known
 
-    def _settings(self, stack: MatrixStack) -> dict[str, Any]:
+    def _settings(self, stack: Stack) -> dict[str, Any]:
         """Those of the group, and the kernel of products."""
         return {**stack.group, KERNEL: self.symmetric_products}
 
-    def _sides(self, stack: MatrixStack) -> list[Side | None]:
+    def _sides(self, stack: Stack) -> list[Side | None]:
         """The sides of own matrices; None where they have no factor."""
         sides = list[Side | None]()
-        for (factor, basis), has_factor in zip(SIDE_KEYS, stack.matrices[0].plan.has_factor, strict=True):
-            sides.append(Side(stack.kept(factor), stack.kept(basis)) if has_factor else None)
+        for (factor, basis), has_factor in zip(SIDE_KEYS, stack.has_factor, strict=True):
+            sides.append(Side(stack.owned(factor), stack.owned(basis)) if has_factor else None)
         return sides
 
-    def _keep_sides(self, stack: MatrixStack, sides: Sequence[Side | None]) -> None:
+    def _keep_sides(self, stack: Stack, sides: Sequence[Side | None]) -> None:
         for (factor, basis), side in zip(SIDE_KEYS, sides, strict=True):
             if side is not None:
-                stack.keep(factor, side.factor)
-                stack.keep(basis, side.basis)
+                stack.keep_owned(factor, side.factor)
+                stack.keep_owned(basis, side.basis)
 
 
 def gram(x: Tensor, settings: Mapping[str, Any]) -> Tensor:
@@ -172,10 +171,11 @@ def gram(x: Tensor, settings: Mapping[str, Any]) -> Tensor:
     return products_for(kernel, x.device, x.dtype, settings["fp32_matmul_prec"]).gram(x)
 
 
-def steps_taken(stack: MatrixStack) -> Tensor:
+def steps_taken(stack: Stack) -> Tensor:
     """Steps of this rank's matrices, with this one, as a stack has dimensions."""
-    steps = torch.stack([matrix.of.state[STEPS] for matrix in stack.matrices[stack.own]])
-    return steps.view(-1, *[1] * stack.shards[WEIGHT][0].ndim)
+    state = stack.chunk.optimizer.state
+    steps = torch.stack([state[member.parameter][STEPS] for member in stack.own])
+    return steps.view(-1, *[1] * (stack.ndim - 1))
 
 
 def follow(factor: Tensor, product: Tensor, weight: Tensor, where: Flag) -> None:

@@ -25,6 +25,7 @@ class StepCache:
     scales: list[list[float]] | None = None  # of each parameter's matrices
     kernels: StepKernels | None = None  # what does the elementwise work; None for torch
     graphed: GraphedUpdate | None = None  # a captured step, which reads tables of the kernels
+    chunks: tuple[Any, list[list[Any]]] | None = None  # of stacks, and what they were made for
     norms_checked: bool = False  # those by which updates are sized
     further: list[ProcessGroup] | None = None  # beside those of the engine: ranks that skip steps together
 

@@ -5,12 +5,11 @@ ranks, which alone have the further state of a matrix, and come back, by one col
 """
 
 from collections import Counter
-from collections.abc import Generator, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import compress
+from collections.abc import Generator, Hashable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from itertools import chain, compress, islice
 from math import prod
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.exchange import Spread
 from megatron_eopt.parallel.layout import Layout
-from megatron_eopt.parallel.plan_records import Matrix
+from megatron_eopt.parallel.plan_records import Matrix, grouped
 from megatron_eopt.parallel.scheduler import rounds
 from megatron_eopt.parallel.workspace import IN_FLIGHT
 from megatron_eopt.settings.values import Scalar
@@ -47,6 +46,7 @@ MOST_BYTES = 2**28  # of a stack of equal matrices, and of what is gathered at o
 Program = Generator[None, None, None]
 Loads = Counter[int | str | None]  # bytes by compute rank, and under ALL_RANKS those of every rank
 ALL_RANKS = "held"
+Place = tuple[int, int]  # of a logical matrix: the index of its parameter, and its number there
 
 
 @dataclass(eq=False)
@@ -80,107 +80,52 @@ def plan_of(end: str, layout: Layout, longest: int) -> MatrixPlan:
     return plan
 
 
-@dataclass(eq=False)
-class ParameterStep:
-    """A parameter in a step, alike on all sharing ranks."""
+@dataclass(frozen=True, eq=False)
+class Member:
+    """A logical matrix of a stack."""
 
-    index: int
     parameter: Tensor
-    state: dict[str, Any]
+    index: int  # of the parameter
+    number: int  # among the matrices of the parameter
+    plan: MatrixPlan
+
+
+@dataclass(eq=False)
+class Stack:
+    """Equal logical matrices of one group in a chunk, in the order of their compute ranks.
+
+    State is read and written by key: that which lies as the parameter of all members, and that which belongs to single
+    matrices of those that this rank computes.
+    """
+
+    chunk: "Chunk"
+    places: list[int]  # among the matrices of the chunk's parameters
     group: Mapping[str, Any]
-    plans: list[MatrixPlan]  # of each logical matrix
-    moments: Sequence[str]  # keys of state in its shape
-    first: bool = False  # whether its factors are zero so far, but are to be made
-    skips_first_update: bool = False  # whether the first gradient makes the factors alone
-
-    @property
-    def label(self) -> str:
-        """The ranks that exchange its matrices; empty for none."""
-        return next((plan.layout.label for plan in self.plans if plan.gathered), "")
-
-    @cached_property
-    def kinds(self) -> tuple[Hashable, ...]:
-        """What equal logical matrices have in common, for each."""
-        of_all = (id(self.group), self.first, self.parameter.dtype, min(self.parameter.ndim, 2))
-        return tuple((of_all, plan.has_factor, plan.layout.shape, plan.layout.rectangles) for plan in self.plans)
+    matrix: Matrix  # one of them, as the engine has it
+    has_factor: tuple[bool, bool]  # of the rows, and of the columns
+    members: list[Member]
+    numbers: list[int]  # how many each compute rank has; empty where every rank works on all
+    own: list[Member]  # those that this rank works on
+    spread: Spread | None  # as what they are exchanged; None where nothing is
+    ndim: int  # of a stack of shards: 3, or 2 for vectors
+    dtype: torch.dtype  # to compute and keep state in
+    # Of a step:
+    first: bool = False  # whether factors are zero so far, but are to be made
+    ok: Flag = None
+    tensors: dict[str, list[Tensor]] = field(default_factory=dict)  # of the members, by key
 
     @property
     def gradient(self) -> Tensor:
-        """The local gradient; zeros where there is none."""
-        gradient = self.parameter.grad
-        return as_array(torch.zeros_like(self.parameter) if gradient is None else gradient)
-
-    @property
-    def written(self) -> dict[str, Tensor]:
-        """Views of local weight and moments, by name."""
-        moments = {key: as_array(self.state[key]) for key in self.moments}
-        return {WEIGHT: as_array(self.parameter)} | moments
-
-
-def as_array(x: Tensor) -> Tensor:
-    """A view of the local shard, a scalar as a vector."""
-    return torch.atleast_1d(local(x))
-
-
-class MatrixStep(NamedTuple):
-    """A logical matrix in a step."""
-
-    of: ParameterStep
-    number: int  # among those of its parameter
-
-    @property
-    def plan(self) -> MatrixPlan:
-        """How it is worked on."""
-        return self.of.plans[self.number]
-
-    def state(self, key: str) -> Tensor:
-        """Its own state, or this rank's part of it."""
-        return local(self.of.state[key + self.plan.end])
-
-
-@dataclass(frozen=True, eq=False)
-class MatrixStack:
-    """Equal logical matrices of a chunk, in the order of compute ranks."""
-
-    matrices: Sequence[MatrixStep]
-    matrix: Matrix  # one of them, as the engine has it
-    numbers: Sequence[int]  # how many each compute rank has; empty where each rank works on all
-    ok: Flag
-    shards: dict[str, list[Tensor]]  # of weight, gradient and moments, by name; may be copies
-
-    @property
-    def one(self) -> ParameterStep:
-        """The parameter of one of them."""
-        return self.matrices[0].of
-
-    @property
-    def group(self) -> Mapping[str, Any]:
-        """The settings of all."""
-        return self.one.group
-
-    @property
-    def own(self) -> slice:
-        """Those that this rank computes."""
-        if not self.numbers:
-            return slice(None)
-        rank = self.matrices[0].plan.layout.rank
-        start = sum(self.numbers[:rank])
-        return slice(start, start + self.numbers[rank])
-
-    @property
-    def spread(self) -> Spread | None:
-        """As what they are exchanged; None where nothing is."""
-        return Spread(self.matrix, self.numbers) if self.matrices[0].plan.gathered else None
-
-    @property
-    def moves(self) -> bool:
-        """Whether there is an update; without, the gradients make the factors alone."""
-        return not (self.one.first and self.one.skips_first_update and any(self.matrices[0].plan.has_factor))
+        """To be followed by what decreases a loss, zero if not ``ok``; may be a view."""
+        gradient = self.state(GRADIENT).to(self.dtype)
+        if self.group.get("maximize"):
+            gradient = -gradient
+        return where(self.ok, gradient, 0.0)
 
     @property
     def holds(self) -> bool:
         """Whether they keep their norms; vectors do not."""
-        return self.group.get("weight_norm") == "hold" and self.one.parameter.ndim > 1
+        return self.group.get("weight_norm") == "hold" and self.ndim > 2
 
     @property
     def decay(self) -> Scalar:
@@ -188,21 +133,106 @@ class MatrixStack:
         method = self.group.get("weight_decay_method", "decoupled")
         return decay_power(self.group["lr"], method) * self.group["weight_decay"]
 
-    def read(self, name: str) -> Tensor:
-        """A stack of shards, by name; of one, a view."""
-        return stacked(self.shards[name])
+    @property
+    def moves(self) -> bool:
+        """Whether there is an update; without, the gradients make the factors alone."""
+        skips = self.first and any(self.has_factor) and self.chunk.optimizer.skips_first_update(self.group)
+        return not skips
 
-    def write(self, name: str, stack: Tensor) -> None:
+    def shards(self, key: str) -> list[Tensor]:
+        """This rank's shards of the weight, gradient or state that lies as it; may be copies."""
+        if key not in self.tensors:
+            shards = self.chunk.shards(key)
+            self.tensors[key] = [shards[place] for place in self.places]
+        return self.tensors[key]
+
+    def of_each(self, key: str, members: Sequence[Member]) -> list[Tensor]:
+        """The state of single matrices, under a key that ends as theirs do."""
+        if key not in self.tensors:
+            state = self.chunk.optimizer.state
+            self.tensors[key] = [local(state[member.parameter][key + member.plan.end]) for member in members]
+        return self.tensors[key]
+
+    def state(self, key: str) -> Tensor:
+        """A stack of shards; of one, a view."""
+        return stacked(self.shards(key))
+
+    def keep(self, key: str, x: Tensor) -> None:
         """Write such a stack back."""
-        torch._foreach_copy_(self.shards[name], list(stack.unbind()))
+        torch._foreach_copy_(self.shards(key), list(x.unbind()))
 
-    def kept(self, key: str) -> Tensor:
-        """A stack of the state of the matrices that this rank computes; of one, a view."""
-        return stacked([matrix.state(key) for matrix in self.matrices[self.own]])
+    def owned(self, key: str) -> Tensor:
+        """A stack of the state of each matrix that this rank computes; of one, a view."""
+        return stacked(self.of_each(key, self.own))
 
-    def keep(self, key: str, stack: Tensor) -> None:
+    def keep_owned(self, key: str, x: Tensor) -> None:
         """Write such state back."""
-        torch._foreach_copy_([matrix.state(key) for matrix in self.matrices[self.own]], list(stack.unbind()))
+        torch._foreach_copy_(self.of_each(key, self.own), list(x.unbind()))
+
+
+class Chunk:
+    """Stacks that are worked on together."""
+
+    def __init__(self, optimizer: "StackedOptimizer", members: Sequence[Member]) -> None:
+        self.optimizer = optimizer
+        self.engine = optimizer.engine
+        self.stacks: list[Stack] = []
+        self._parameters = {member.index: member.parameter for member in members}
+        self._numbers: dict[int, list[int]] = {}  # of the matrices of each parameter that are here
+        for member in members:
+            self._numbers.setdefault(member.index, []).append(member.number)
+        self._shards: dict[str, list[Tensor]] = {}
+        self._copies: list[tuple[int, Tensor, list[Tensor]]] = []  # parameter, what was copied, and the copies
+        self.places: dict[Place, int] = {}  # of the matrices of all parameters among shards
+        for index in self._parameters:
+            for number, _ in enumerate(self.engine.matrices[index]):
+                self.places[index, number] = len(self.places)
+
+    def shards(self, key: str) -> list[Tensor]:
+        """This rank's shards of the logical matrices of its parameters."""
+        if key not in self._shards:
+            if key == WEIGHT:
+                wholes = list(self._parameters.values())
+            elif key == GRADIENT:
+                wholes = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters.values()]
+            else:
+                wholes = [self.optimizer.state[p][key] for p in self._parameters.values()]
+            wholes = [torch.atleast_1d(local(x)) for x in wholes]
+            shards = self.engine.split(list(self._parameters), list(wholes))
+            if key != GRADIENT:
+                self._note_copies(wholes, shards)
+            self._shards[key] = shards
+        return self._shards[key]
+
+    def _note_copies(self, wholes: Sequence[Tensor], shards: Sequence[Tensor]) -> None:
+        """Note shards that are no views, to write them back."""
+        remaining = iter(shards)
+        for index, x in zip(self._parameters, wholes, strict=True):
+            some = list(islice(remaining, len(self.engine.matrices[index])))
+            if any(shard is not x for shard in some):
+                memory = {shard.untyped_storage().data_ptr() for shard in some if shard.numel()}
+                if memory - {x.untyped_storage().data_ptr()}:
+                    self._copies.append((index, x, some))
+
+    def end(self) -> None:
+        """Write shards that are copies back."""
+        for index, x, shards in self._copies:
+            here = self._numbers[index]
+            if len(here) < len(shards):  # other chunks have the rest
+                fresh = self.engine.split([index], [x])
+                for number in here:
+                    fresh[number] = shards[number]
+                shards = fresh
+            [merged] = self.engine.merge([index], shards)
+            x.copy_(merged.view(x.shape))
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop what a step has read."""
+        self._shards.clear()
+        self._copies.clear()
+        for stack in self.stacks:
+            stack.tensors.clear()
 
 
 class StackedOptimizer(BaseOptimizer):
@@ -219,24 +249,24 @@ class StackedOptimizer(BaseOptimizer):
     _plans: dict[Tensor, list[MatrixPlan]] | None = None
     _updated: int = 0
 
-    def gathered(self, stack: MatrixStack) -> list[Tensor]:
+    def gathered(self, stack: Stack) -> list[Tensor]:
         """This rank's shards of what the update is made of."""
         raise NotImplementedError
 
-    def updated(self, stack: MatrixStack, *whole: Tensor) -> list[Tensor]:
+    def updated(self, stack: Stack, *whole: Tensor) -> list[Tensor]:
         """Updates of own matrices, and the last of their moments; empty while factors are made."""
         raise NotImplementedError
 
-    def program(self, stacks: list[MatrixStack]) -> Program:
+    def program(self, stacks: list[Stack]) -> Program:
         """One chunk's step."""
+        engine = self.engine
         spread = [stack.spread for stack in stacks]
         tensors = [self.gathered(stack) for stack in stacks]  # g;  M <- EMA(g)
-        tensors = yield from self.engine.gather_whole(tensors, spread)
+        tensors = yield from engine.gather_whole(tensors, spread)
         for i, stack in enumerate(stacks):
             tensors[i] = self.updated(stack, *tensors[i])  # U, and the state of the compute rank
-        tensors = yield from self.engine.scatter_back(tensors, spread)
-        subtract(stacks, tensors, self.engine)  # p <- (1 - lr weight_decay) p - lr U
-        write_copies(stacks, self.engine)
+        tensors = yield from engine.scatter_back(tensors, spread)
+        subtract(stacks, tensors, engine)  # p <- (1 - lr weight_decay) p - lr U
 
     def settings(self) -> dict[str, Any]:
         """Settings that a checkpoint describes."""
@@ -308,70 +338,37 @@ class StackedOptimizer(BaseOptimizer):
                 load[plan.compute_rank] += plan.cost
         return self._plans[parameter]
 
+    def skips_first_update(self, group: Mapping[str, Any]) -> bool:
+        """Whether the first gradient makes factors alone."""
+        return False
+
     def _ticks(self, group: Mapping[str, Any]) -> bool:
         """Whether the step counts for the clock of a group."""
         return True
 
-    def _state_of(self, parameter: Tensor) -> dict[str, Any]:
-        """A parameter's state in a step."""
-        return self._states.of(parameter)
+    def _steps_of(self, ok: Flag) -> dict[int, bool]:
+        """Which parameters step, by their indices, and whether factors of theirs are to be made."""
+        return {i: False for i, steps in enumerate(self._stepping) if steps}
 
-    def _steps_of(self, ok: Flag) -> list[ParameterStep]:
-        """Parameters that step."""
-        steps = list[ParameterStep]()
-        stepping = self._stepping
-        index = 0
-        for group in self.param_groups:
-            for p in group["params"]:
-                if stepping[index]:
-                    steps.append(ParameterStep(index, p, self._state_of(p), group, self._planned(p), self.moments))
-                index += 1
-        return steps
-
-    def _together(self, p: ParameterStep) -> tuple[Any, ...]:
+    def _together(self, parameter: Tensor) -> tuple[Any, ...]:
         """What parameters of one chunk have in common; chunks go in this order."""
-        return p.label, str(p.parameter.dtype)
+        return self._planned(parameter)[0].layout.label, str(parameter.dtype)
 
-    def _bytes(self, matrix: MatrixStep) -> int:
-        """What a matrix takes in a chunk on its compute rank."""
+    def _entries(self, plan: MatrixPlan) -> int:
+        """How many a matrix takes in a chunk on its compute rank."""
+        if not plan.cost:
+            return max(shard.numel for shard in plan.layout.rectangles)
         # gradient and moments come together; a factor may be larger
-        squares = [length**2 for length in matrix.plan.factor_lengths]
-        itemsize: int = matrix.of.state[self.moments[0]].element_size()
-        return itemsize * max([3 * prod(matrix.plan.layout.shape), *squares])
+        return max([3 * prod(plan.layout.shape), *(length**2 for length in plan.factor_lengths)])
 
-    def _bytes_held(self, matrix: MatrixStep) -> int:
-        """What the shard of a matrix takes in a chunk on every rank, before and after the compute rank has it whole."""
-        itemsize: int = matrix.of.state[self.moments[0]].element_size()
-        return itemsize * 3 * max(shard.numel for shard in matrix.plan.layout.rectangles)
-
-    def _chunks(self, steps: Sequence[ParameterStep]) -> Iterator[list[list[MatrixStep]]]:
-        """Chunks of bounded size, listed by what goes together."""
-        together: dict[tuple[Any, ...], dict[Hashable, list[MatrixStep]]] = {}
-        for p in steps:
-            kinds = together.setdefault(self._together(p), {})
-            for number, kind in enumerate(p.kinds):
-                kinds.setdefault(kind, []).append(MatrixStep(p, number))
-        for _, kinds in sorted(together.items()):
-            chunks: list[list[MatrixStep]] = [[]]
-            loads = Loads()
-            for matrices in kinds.values():
-                units = [(matrices, self._loads(matrices))]
-                if not self._fits(units[0][1]):  # where it has room it is not cut, for half the launches
-                    units = [([matrix], self._loads([matrix])) for matrix in matrices]
-                for unit, of_unit in units:
-                    if chunks[-1] and not self._fits(loads + of_unit):
-                        chunks.append([])
-                        loads.clear()
-                    loads += of_unit
-                    chunks[-1] += unit
-            yield chunks
-
-    def _loads(self, matrices: Sequence[MatrixStep]) -> Loads:
+    def _loads(self, members: Sequence[Member]) -> Loads:
         """Bytes of matrices in a chunk."""
         loads = Loads()
-        for matrix in matrices:
-            loads[matrix.plan.compute_rank] += self._bytes(matrix)
-            loads[ALL_RANKS] += self._bytes_held(matrix)
+        for member in members:
+            itemsize = wide(member.parameter).itemsize
+            loads[member.plan.compute_rank] += itemsize * self._entries(member.plan)
+            # shards are on every rank, before and after the compute rank has a matrix whole
+            loads[ALL_RANKS] += itemsize * 3 * max(shard.numel for shard in member.plan.layout.rectangles)
         return loads
 
     def _fits(self, loads: Loads) -> bool:
@@ -381,50 +378,132 @@ class StackedOptimizer(BaseOptimizer):
             load <= (self.workspace // IN_FLIGHT if key == ALL_RANKS else MOST_BYTES) for key, load in loads.items()
         )
 
+    def _divided(self, members: Sequence[Member], first: Set[int]) -> list[list[list[Member]]]:
+        """Matrices by chunks of bounded size, listed by what goes together."""
+        together: dict[tuple[Any, ...], dict[Hashable, list[Member]]] = {}
+        for member in members:
+            kinds = together.setdefault(self._together(member.parameter), {})
+            kinds.setdefault(self._kind(member, first), []).append(member)
+        divided = []
+        for _, kinds in sorted(together.items()):
+            chunks: list[list[Member]] = [[]]
+            loads = Loads()
+            for alike in kinds.values():
+                units = [(alike, self._loads(alike))]
+                if not self._fits(units[0][1]):  # where it has room it is not cut, for half the launches
+                    units = [([member], self._loads([member])) for member in alike]
+                for unit, of_unit in units:
+                    if chunks[-1] and not self._fits(loads + of_unit):
+                        chunks.append([])
+                        loads.clear()
+                    loads += of_unit
+                    chunks[-1] += unit
+            divided.append(chunks)
+        return divided
+
+    def _kind(self, member: Member, first: Set[int]) -> Hashable:
+        """What equal matrices of a stack have in common."""
+        parameter = member.parameter
+        layout = member.plan.layout
+        of_parameter = id(self.group_of(parameter)), member.index in first, parameter.dtype, min(parameter.ndim, 2)
+        return of_parameter, member.plan.has_factor, layout.shape, layout.rectangles
+
+    def _chunks(self, steps: Mapping[int, bool], ok: Flag) -> list[list[Chunk]]:
+        """Chunks of stacks in a step, made anew where other parameters step."""
+        settled = self._session.settled
+        first = {index for index, begins in steps.items() if begins}
+        if len(first) == len(steps):
+            first = set()  # which are alike, too
+        made_for = list(steps), first, list(map(id, self.param_groups))
+        if settled.chunks is None or settled.chunks[0] != made_for:
+            parameters = self._parameters()
+            members = []
+            for index in steps:
+                for number, plan in enumerate(self._planned(parameters[index])):
+                    members.append(Member(parameters[index], index, number, plan))
+            chunks = [[self._chunk(some, first) for some in chunks] for chunks in self._divided(members, first)]
+            settled.chunks = made_for, chunks
+        for chunk in chain(*settled.chunks[1]):
+            chunk.forget()  # what a step left that an exception ended
+            for stack in chunk.stacks:
+                stack.first = steps[stack.members[0].index]
+                stack.ok = ok
+        return settled.chunks[1]
+
+    def _chunk(self, members: Sequence[Member], first: Set[int]) -> Chunk:
+        """A chunk and its stacks."""
+        chunk = Chunk(self, members)
+        for alike in grouped(members, lambda member: self._kind(member, first)).values():
+            alike.sort(key=lambda member: member.plan.compute_rank or 0)
+            one = alike[0]
+            plan = one.plan
+            numbers = []
+            own = alike
+            if plan.compute_rank is not None:
+                ranks = [member.plan.compute_rank for member in alike]
+                numbers = [ranks.count(rank) for rank in range(plan.layout.ranks)]
+                own = [member for member in alike if member.plan.compute_rank == plan.layout.rank]
+            matrix = self.engine.matrices[one.index][one.number]
+            stack = Stack(
+                chunk=chunk,
+                places=[chunk.places[member.index, member.number] for member in alike],
+                group=self.group_of(one.parameter),
+                matrix=matrix,
+                has_factor=plan.has_factor,
+                members=alike,
+                numbers=numbers,
+                own=own,
+                spread=Spread(matrix, numbers) if plan.gathered else None,
+                ndim=2 if one.parameter.ndim < 2 else 3,
+                dtype=wide(one.parameter),
+            )
+            chunk.stacks.append(stack)
+        return chunk
+
     def _take(self, ok: Flag) -> None:
         self._session.changing = True
         for group in self.param_groups:
             if CLOCK in group:
                 group[CLOCK] += self._ticks(group)
-        steps = self._steps_of(ok)
-        for chunks in self._chunks(steps):
-            for _ in rounds(self.program(self._stacks(chunk, ok)) for chunk in chunks):
+        self._complete_state()
+        chunks = self._chunks(self._steps_of(ok), ok)
+        self._run(chunks)
+        for chunk in chain(*chunks):
+            self._updated += sum(len(stack.members) for stack in chunk.stacks if stack.ndim > 2)
+
+    def _run(self, chunks: Sequence[Sequence[Chunk]]) -> None:
+        """Step chunks of stacks."""
+        for together in chunks:
+            for _ in rounds(map(self._worked, together)):
                 pass
-        self._updated += sum(len(p.plans) for p in steps if p.parameter.ndim > 1)
 
-    def _stacks(self, chunk: Sequence[MatrixStep], ok: Flag) -> list[MatrixStack]:
-        """A chunk's equal matrices with their local shards."""
-        shards: dict[ParameterStep, dict[str, list[Tensor]]] = {}
-        kinds: dict[Hashable, list[MatrixStep]] = {}
-        for matrix in sorted(chunk, key=lambda matrix: matrix.plan.compute_rank or 0):
-            p = matrix.of
-            kinds.setdefault(p.kinds[matrix.number], []).append(matrix)
-            if p not in shards:
-                tensors = p.written | {GRADIENT: p.gradient}
-                shards[p] = {name: self.engine.split([p.index], [x]) for name, x in tensors.items()}
-        stacks = []
-        for matrices in kinds.values():
-            p, number = matrices[0]
-            numbers = []
-            if p.plans[number].compute_rank is not None:
-                ranks = Counter(matrix.plan.compute_rank for matrix in matrices)
-                numbers = [ranks[rank] for rank in range(p.plans[number].layout.ranks)]
-            of_stack = {name: [shards[of][name][i] for of, i in matrices] for name in shards[p]}
-            one = self.engine.matrices[p.index][number]
-            stacks.append(MatrixStack(matrices, one, numbers, ok, of_stack))
-        return stacks
+    def _worked(self, chunk: Chunk) -> Program:
+        yield from self.program(chunk.stacks)
+        chunk.end()
+
+    def _complete_state(self) -> None:
+        """Create what the state of stepping parameters lacks."""
+        settled = self._session.settled
+        parameters = self._parameters()
+        if settled.state_keys is None:
+            settled.state_keys = [[tensor.key for tensor in self.state_tensors(p)] for p in parameters]
+        for p, steps, keys in zip(parameters, self._stepping, settled.state_keys, strict=True):
+            if steps and not self.state[p].keys() >= set(keys):
+                self._states.of(p)
 
 
-def first_moment(stack: MatrixStack, beta: float) -> tuple[Tensor, Tensor]:
+def wide(parameter: Tensor) -> torch.dtype:
+    """What is computed, and kept, in: fp32, or fp64 for fp64 parameters."""
+    return torch.promote_types(parameter.dtype, torch.float32)
+
+
+def first_moment(stack: Stack, beta: float) -> tuple[Tensor, Tensor]:
     """Gradients as a stack, zero if not ``ok``, and first moments that follow them."""
-    momentum = stack.read(EXP_AVG)
-    gradient = stack.read(GRADIENT).to(momentum.dtype)
-    if stack.group["maximize"]:
-        gradient = -gradient
-    gradient = where(stack.ok, gradient, 0.0)
+    gradient = stack.gradient
+    momentum = stack.state(EXP_AVG)
     if stack.moves:
         momentum = torch.lerp(momentum, where(stack.ok, gradient, momentum), 1 - beta)
-        stack.write(EXP_AVG, momentum)
+        stack.keep(EXP_AVG, momentum)
     return gradient, momentum
 
 
@@ -433,62 +512,43 @@ def refreshes(settings: Mapping[str, Any]) -> bool:
     return bool((settings[CLOCK] - 1) % settings["precondition_frequency"] == 0)
 
 
-def subtract(stacks: Sequence[MatrixStack], results: Sequence[Sequence[Tensor]], engine: Engine) -> None:
+def subtract(stacks: Sequence[Stack], results: Sequence[Sequence[Tensor]], engine: Engine) -> None:
     """Subtract updates, the first of each result, and write the moments that follow them, which are the last."""
     moving = [(stack, result) for stack, result in zip(stacks, results, strict=True) if stack.moves]
-    held = iter(steps_on_spheres([(stack, update) for stack, (update, *_) in moving if stack.holds], engine))
+    held = [(stack, update) for stack, (update, *_) in moving if stack.holds]
+    on_spheres = steps_on_spheres(held, engine) if held else {}
     for stack, (update, *moments) in moving:
-        weights = stack.read(WEIGHT)
+        weights = stack.state(WEIGHT)
         moved = weights.to(update.dtype) * (1 - stack.decay)
-        if stack.holds:
-            moves, step, resize = next(held)
+        if stack in on_spheres:
+            moves, step, resize = on_spheres[stack]
             moved = (moved - update * step.to(update.dtype)) * resize.to(update.dtype)
             moved = torch.where(moves > 0, moved, weights.to(moved.dtype))
         else:
             moved = moved - update * stack.group["lr"]
-        stack.write(WEIGHT, where(stack.ok, moved.to(weights.dtype), weights))
-        keys = stack.one.moments
+        stack.keep(WEIGHT, where(stack.ok, moved.to(weights.dtype), weights))
+        keys = stack.chunk.optimizer.moments
         for key, moment in zip(keys[len(keys) - len(moments) :], moments, strict=True):
-            stack.write(key, moment)
+            stack.keep(key, moment)
 
 
-def steps_on_spheres(held: Sequence[tuple[MatrixStack, Tensor]], engine: Engine) -> list[tuple[Tensor, ...]]:
+def steps_on_spheres(held: Sequence[tuple[Stack, Tensor]], engine: Engine) -> dict[Stack, tuple[Tensor, ...]]:
     """Coefficients of updates that hold norms, by one reduction; the weights decay before."""
-    if not held:
-        return []
     matrices = list[Matrix]()
     weights = list[Tensor]()
     updates = list[Tensor]()
     for stack, update in held:
-        matrices += [engine.matrices[p.index][number] for p, number in stack.matrices]
-        weights += stack.shards[WEIGHT]
+        matrices += [stack.matrix] * len(stack.members)
+        weights += stack.shards(WEIGHT)
         updates += update.unbind()
     squares, inner = squares_and_products(engine, matrices, weights, updates)
-    counts = [len(stack.matrices) for stack, _ in held]
+    counts = [len(stack.members) for stack, _ in held]
     of_stacks = zip(held, squares.split(counts, 1), inner.split(counts), strict=True)
-    steps = []
+    steps = {}
     for (stack, _), (of_weights, of_updates), products in of_stacks:
         kept = 1 - stack.decay
-        radii = torch.stack([matrix.state(RADIUS) for matrix in stack.matrices])
+        radii = torch.stack(stack.of_each(RADIUS, stack.members))
         measured = torch.stack([of_weights * kept**2, of_updates])
         coefficients = on_spheres(measured, products * kept, radii, radii * stack.group["lr"])
-        steps.append(tuple(x.view(-1, 1, 1) for x in coefficients.unbind(1)))
+        steps[stack] = tuple(x.view(-1, 1, 1) for x in coefficients.unbind(1))
     return steps
-
-
-def write_copies(stacks: Sequence[MatrixStack], engine: Engine) -> None:
-    """Write shards that are copies back to weights and moments."""
-    written: dict[ParameterStep, dict[str, dict[int, Tensor]]] = {}
-    for stack in stacks:
-        for name, shards in stack.shards.items():
-            for (p, number), shard in zip(stack.matrices, shards, strict=True):
-                written.setdefault(p, {}).setdefault(name, {})[number] = shard
-    for p, of_names in written.items():
-        for name, x in p.written.items():
-            new = of_names[name]
-            memory = {shard.untyped_storage().data_ptr() for shard in new.values() if shard.numel()}
-            if memory - {x.untyped_storage().data_ptr()}:
-                if len(new) < len(p.plans):  # other chunks have the rest
-                    new = dict(enumerate(engine.split([p.index], [x]))) | new
-                [merged] = engine.merge([p.index], [new[i] for i in range(len(p.plans))])
-                x.copy_(merged.view(x.shape))

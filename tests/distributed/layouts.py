@@ -115,7 +115,7 @@ PROGRAMS = {
         name="dion",
         settings={"momentum": 0.8, "weight_decay": 0.1},
         first={"rank_fraction": 0.4},
-        calls={"all_reduce": 2 * 4},
+        calls={"all_reduce": 2 * 3},
         without=STACKS[2:],
     ),
     "dion2": Program(name="dion2", settings={"fraction": 0.4}, calls=OWNED),
@@ -133,7 +133,7 @@ PROGRAMS = {
     "kl-soap, hold": Program(
         name="soap",
         settings={**FACTORS, "use_kl_shampoo": True, "weight_norm": "hold"},
-        calls={**OWNED, "all_reduce": 1 + 4},
+        calls={**OWNED, "all_reduce": 1 + 3},
     ),
     "kl-soap, current": Program(
         name="soap",

@@ -1,7 +1,6 @@
 """Dion: orthonormal updates of low rank, with error feedback."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from math import ceil, sqrt
 from typing import Any
@@ -14,7 +13,6 @@ from megatron_eopt.kernels.precision import fp32_products
 from megatron_eopt.orthogonalize.bases import orthonormal_columns
 from megatron_eopt.orthogonalize.scale import muon_scale_factor
 from megatron_eopt.orthogonalize.spectral import start_basis
-from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.rectangles import Rectangle
 from megatron_eopt.settings.records import Setting
@@ -153,10 +151,6 @@ class Dion(StackedOptimizer):
                         "it back, it cannot change"
                     )
         return super()._settled(engine)
-
-    def _described(self, name: str, parameter: Tensor) -> ParamSpec:
-        spec = super()._described(name, parameter)
-        return replace(spec, dtype=torch.promote_types(parameter.dtype, torch.float32))
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)

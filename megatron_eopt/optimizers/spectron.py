@@ -1,6 +1,8 @@
 """Spectron: low-rank weights with spectrally bounded steps of factors."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import batched, chain, compress
 from math import isnan
@@ -11,120 +13,185 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.kernels.precision import MatmulPrecision, fp32_products
-from megatron_eopt.matrices import WHOLE
 from megatron_eopt.optimizers.orthogonalized import refuse_blockwise
 from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
-from megatron_eopt.orthogonalize.spectral import power_iterations
+from megatron_eopt.orthogonalize.spectral import low_rank_factors, power_iterations, start_vector
 from megatron_eopt.parallel.chunks import ParamSpec
+from megatron_eopt.parallel.collectives import all_reduce, broadcast
 from megatron_eopt.parallel.engine import Engine
-from megatron_eopt.parallel.layout import Layout
-from megatron_eopt.parallel.plan_records import TpMode
+from megatron_eopt.parallel.layout import Layout, on_one_rank
+from megatron_eopt.parallel.plan_records import Matrix, TpMode
+from megatron_eopt.parallel.rectangles import Rectangle, whole
 from megatron_eopt.settings.groups import also_called, iteration_of, note_short_schedule, warn
 from megatron_eopt.settings.records import Setting
 from megatron_eopt.settings.values import BELOW_1, Scalar, count
-from megatron_eopt.step import foreach, low_rank
-from megatron_eopt.step.base import BaseOptimizer
+from megatron_eopt.step import foreach, whole_matrices
 from megatron_eopt.step.foreach import where
-from megatron_eopt.step.low_rank import FACTOR, PROJECTED, Factor, FactorChunk, FactorStack, LocalFactor, U
-from megatron_eopt.step.low_rank import factor_pairs as factor_pairs
 from megatron_eopt.step.nonfinite import Flag
 from megatron_eopt.step.parameters import (
     DescribedMatrix,
     TensorParallelGroups,
-    check_matrix,
-    check_shard,
     local,
     names_of_last,
     scale_rows,
 )
 from megatron_eopt.step.session import StepCache
-from megatron_eopt.step.state import MOMENTUM_BUFFER, StateTensor, check_placements
+from megatron_eopt.step.state import MOMENTUM_BUFFER, SIDES, Dim, StateTensor, check_placements
+from megatron_eopt.step.whole_matrices import GRADIENT, WEIGHT, Chunk, Stack, StackedOptimizer, wide
+
+# State of a weight. The last two, and the momentum, are of each factor: _A or _B follows, and the end of its matrix.
+PROJECTED = "projected"  # 1 where the factors are those of the weight, 0 before the first step
+FACTOR = "factor"
+U = "u"  # the singular vector that the last step found
+LETTERS = "AB"
 
 
-def gradients_of_factors(chunk: FactorChunk, engine: Engine) -> None:
-    """Give the factors of a chunk their gradients."""
-    if not chunk.in_state:
-        for stack in chain(*chunk.pairs):
-            gradients = []
-            for factor, m in zip(stack.factors, stack.momenta, strict=True):
-                g = factor.parameter.grad
-                # averaged with itself a momentum stays as it is
-                gradients.append(m if g is None else local(g).to(m.dtype))
-            stack.gradients = gradients
-        return
-    given = [local(torch.zeros_like(p) if p.grad is None else p.grad) for p in chunk.parameters]
-    shards = engine.split(chunk.indices, given)
-    for A, B in chunk.pairs:
-        G = torch.stack([shards[i] for i in A.numbers]).to(A.values[0].dtype)
-        A.gradients = G @ B.stack()  # gA = G B
-        A.summed_over = B.label
-        B.gradients = G.mT @ A.stack()  # gB = G^T A
-        B.summed_over = A.label
+def factor_pairs(pairs: Iterable[Sequence[Any]], **settings: Any) -> dict[str, Any]:
+    """Group of parameters that are factors themselves::
+
+        Spectron([factor_pairs([(layer.up, layer.down) for layer in layers], lr=0.01), {"params": dense_weights}])
+
+    Args:
+        pairs: the two factors of each weight, in any order and orientation (``A`` and ``B``, or ``A`` and ``B^T`` as
+            two linear layers hold them), each a parameter or its name and it.
+        **settings: of the group.
+    """
+    params = []
+    for one, other in pairs:
+        params += [one, other]
+    return {"params": params, "pairs": True, **settings}
 
 
-def step_of_factors(stacks: Sequence[FactorStack], engine: Engine, power_steps: int) -> None:
-    """Step stacks of factors, with both of each pair among them."""
-    _sum_gradients(stacks, engine)
-    for stack in stacks:
-        lr = stack.settings["lr"]
+def side_of(layout: Layout, dim: int, rank: int) -> Layout:
+    """The layout of a matrix's first or second factor (rows x rank)."""
+    shape = layout.shape[dim], rank
+    rectangles = []
+    for x in layout.rectangles:
+        edge = (x.left, x.right) if dim else (x.top, x.bottom)
+        rectangles.append(Rectangle(*edge, 0, rank))
+    if set(rectangles) == {whole(shape)}:  # each rank treats as its own what it has whole
+        return on_one_rank(shape)
+    return replace(layout, shape=shape, rectangles=tuple(rectangles))
+
+
+@dataclass(eq=False)
+class Factors:
+    """Equal factors of one group that step together, this rank's rows."""
+
+    group: Mapping[str, Any]
+    ok: Flag
+    matrix: Matrix  # one of them (rows x r), as the engine of factors has it
+    numbers: list[int]  # among all factors: those of a matrix are 0 and 1, 2 and 3, ...
+    transposed: bool  # whether they are parameters (r x rows)
+    values: list[Tensor]
+    momenta: list[Tensor]
+    us: list[Tensor]  # (rows,)
+    gradients: Sequence[Tensor] | Tensor  # until the momenta have them
+    summed_over: str = ""  # label of the ranks whose stacks of gradients are to be summed
+
+    def upright(self, x: Tensor) -> Tensor:
+        """Factors as (rows x r), one or a stack."""
+        return x.mT if self.transposed else x
+
+    def stack(self) -> Tensor:
+        """Copy of the values, (matrices x rows x r)."""
+        return self.upright(torch.stack(self.values))
+
+
+def together(factors: Sequence[Factors]) -> list[Factors]:
+    """Equal factors of whatever matrices as one stack, of bounded size."""
+    kinds: dict[tuple[object, ...], Factors] = {}
+    nbytes = Counter[tuple[object, ...]]()
+    for some in factors:
+        matrix = some.matrix
+        dtype = some.momenta[0].dtype
+        kind = (id(some.group), matrix.group, matrix.shape, matrix.rectangles, dtype, some.transposed)
+        nbytes[kind] += len(some.numbers) * dtype.itemsize * max(x.numel for x in matrix.rectangles)
+        part = (*kind, nbytes[kind] // whole_matrices.MOST_BYTES)
+        if part not in kinds:
+            kinds[part] = replace(some, gradients=list(some.gradients))
+            continue
+        first = kinds[part]
+        first.numbers = first.numbers + some.numbers
+        first.values = first.values + some.values
+        first.momenta = first.momenta + some.momenta
+        first.us = first.us + some.us
+        first.gradients = [*first.gradients, *some.gradients]
+    return list(kinds.values())
+
+
+def step_of_factors(factors: Sequence[Factors], engine: Engine, power_steps: int) -> None:
+    """Step factors, both of each matrix among them."""
+    tensors: list[Any] = [some.gradients for some in factors]
+    sums = engine.sums(tensors, [some.summed_over for some in factors])
+    for some, summed_gradients in zip(factors, sums, strict=True):
+        some.gradients = summed_gradients
+    factors = together(factors)
+    for some in factors:
+        lr = some.group["lr"]
         # A -= lr * weight_decay * A; 1 - lr * weight_decay as one factor would be rounded alike in every step
-        foreach.subtract(stack.values, stack.values, lr * stack.settings["weight_decay"], stack.ok)
+        foreach.subtract(some.values, some.values, lr * some.group["weight_decay"], some.ok)
         # mA += (1 - beta) (gA - mA)
-        foreach.average(stack.momenta, list(stack.gradients), stack.settings["momentum_beta"], False, stack.ok)
-        stack.gradients = ()
-    momenta = {}
-    for stack in stacks:
-        for factor, m in zip(stack.factors, stack.momenta, strict=True):
-            momenta[factor.index] = stack.upright(m)
-    indices = sorted(momenta)
-    directions = dict(zip(indices, engine.factors(indices, [momenta[i] for i in indices]), strict=True))  # orth(mA)
-    summed = partial(engine.sums, labels=[stack.label for stack in stacks])
-    us = [torch.stack(stack.us) for stack in stacks]
-    vectors = power_iterations([stack.stack for stack in stacks], us, power_steps, summed)
+        foreach.average(some.momenta, list(some.gradients), some.group["momentum_beta"], False, some.ok)
+        some.gradients = ()
+    momenta = dict[int, Tensor]()
+    for some in factors:
+        momenta |= zip(some.numbers, map(some.upright, some.momenta), strict=True)
+    numbers = sorted(momenta)
+    directions = dict(zip(numbers, engine.factors(numbers, [momenta[i] for i in numbers]), strict=True))  # orth(mA)
+    summed = partial(engine.sums, labels=[some.matrix.group for some in factors])
+    us = [torch.stack(some.us) for some in factors]
+    vectors = power_iterations([some.stack for some in factors], us, power_steps, summed)
     norms = summed([(u * image).sum(-1) for u, _, image in vectors])  # sA, sB
     norm_of = dict[int, Tensor]()
-    for stack, of_stack in zip(stacks, norms, strict=True):
-        norm_of |= zip([factor.index for factor in stack.factors], of_stack.unbind(), strict=True)
-    for stack, before, (u, _, _), own in zip(stacks, us, vectors, norms, strict=True):
-        torch._foreach_copy_(stack.us, list(where(stack.ok, u, before).unbind()))
-        others = torch.stack([norm_of[factor.partner] for factor in stack.factors])
+    for some, of_stack in zip(factors, norms, strict=True):
+        norm_of |= zip(some.numbers, of_stack.unbind(), strict=True)
+    for some, before, (u, _, _), own in zip(factors, us, vectors, norms, strict=True):
+        torch._foreach_copy_(some.us, list(where(some.ok, u, before).unbind()))
+        others = torch.stack([norm_of[number ^ 1] for number in some.numbers])
         bound = own + others + 1  # lr' = lr / (sA + sB + 1)
-        updates = stack.upright(torch.stack([directions.pop(factor.index) for factor in stack.factors]))
-        updates = updates * (stack.settings["lr"] / bound).view(-1, 1, 1)
-        foreach.subtract(stack.values, updates.unbind(), 1.0, stack.ok)  # A -= lr' orth(mA)
+        updates = some.upright(torch.stack([directions.pop(number) for number in some.numbers]))
+        updates = updates * (some.group["lr"] / bound).view(-1, 1, 1)
+        foreach.subtract(some.values, updates.unbind(), 1.0, some.ok)  # A -= lr' orth(mA)
 
 
-def _sum_gradients(stacks: Sequence[FactorStack], engine: Engine) -> None:
-    cut = [stack for stack in stacks if stack.summed_over]
-    tensors: list[Any] = [stack.gradients for stack in cut]
-    sums = engine.sums(tensors, [stack.summed_over for stack in cut])
-    for stack, gradients in zip(cut, sums, strict=True):
-        stack.gradients = gradients
+def write_weights(stack: Stack) -> None:
+    """``W = A B^T``."""
+    before = stack.state(WEIGHT)
+    A, B = (stack.owned(f"{FACTOR}_{letter}") for letter in LETTERS)
+    W = (A @ B.mT).to(before.dtype)
+    changes = (stack.group["lr"] != 0) & (True if stack.ok is None else stack.ok)
+    stack.keep(WEIGHT, torch.where(changes, W, before) if isinstance(changes, Tensor) else W if changes else before)
 
 
-def write_weights(chunk: FactorChunk, engine: Engine) -> None:
-    """``W = A B^T`` of the chunk's matrices."""
-    tensors = [local(p) for p in chunk.parameters]
-    shards = engine.split(chunk.indices, list(tensors))
-    for A, B in chunk.pairs:
-        before = torch.stack([shards[i] for i in A.numbers])
-        W = (A.stack() @ B.stack().mT).to(before.dtype)
-        changes = (A.settings["lr"] != 0) & (True if A.ok is None else A.ok)
-        W = torch.where(changes, W, before) if isinstance(changes, Tensor) else W if changes else before
-        for i, shard in zip(A.numbers, W.unbind(), strict=True):
-            shards[i] = shard
-    torch._foreach_copy_(tensors, engine.merge(chunk.indices, shards))
+def decomposed(shard: Tensor, layout: Layout, rank: int, turn: int) -> Tensor:
+    """``A``, ``B`` and the relative error of ``A B^T`` in one vector, to be received from the rank whose turn it is.
+
+    A cut matrix is put together on all ranks of its group. The error is NaN for a matrix that is zero or not finite.
+    """
+    W = shard
+    if layout.group is not None and layout.sharded:
+        W = shard.new_zeros(layout.shape)
+        own = layout.rectangle
+        W[own.top : own.bottom, own.left : own.right] = shard
+        W = all_reduce(W, layout.group).wait()
+    if layout.rank != turn:
+        return W.new_empty(sum(layout.shape) * rank + 1)
+    A, B, S = low_rank_factors(torch.where(W.isfinite().all(), W, 0), rank)
+    squares = S.double().square()
+    error = (squares[rank:].sum() / squares.sum()).sqrt().to(A.dtype)
+    return torch.cat([A.reshape(-1), B.reshape(-1), error[None]])
 
 
 class FactorPlan(NamedTuple):
-    """The factors of each parameter, and the engine that orthogonalizes their momenta."""
+    """The number of each parameter's first factor, and the engine that orthogonalizes momenta of factors."""
 
-    factors: dict[Tensor, list[Factor]]
+    first: dict[Tensor, int]
     engine: Engine
 
 
-class Spectron(BaseOptimizer):
+class Spectron(StackedOptimizer):
     """Spectron [1]: orthogonalized, bounded steps of low-rank factors of weights.
 
     For a weight ``W`` (m x n) with gradient ``G`` and its factors ``A`` (m x r) and ``B`` (n x r), in this order:
@@ -184,9 +251,9 @@ class Spectron(BaseOptimizer):
     group_keys = ("lr", "rank", "momentum_beta", "weight_decay")
     newton_schulz: NewtonSchulz
     num_power_iterations: int
-    newton_schulz_calls: int = 0
 
-    _plan: FactorPlan  # made by prepare()
+    moments = ()
+    _factors: FactorPlan  # made by prepare()
     _errors: Mapping[str, float] = {}
 
     @also_called(num_power_iter="num_power_iterations")
@@ -220,7 +287,6 @@ class Spectron(BaseOptimizer):
             "coefficients": [list(coefficients) for coefficients in self.newton_schulz.schedule],
             "fp32_matmul_prec": self.newton_schulz.fp32_matmul_prec,
             "num_power_iterations": self.num_power_iterations,
-            "split_qkv": self.split_qkv,
             "tp_mode": self.tp_mode,
         }
 
@@ -236,95 +302,101 @@ class Spectron(BaseOptimizer):
     def explain(self) -> str:
         """The plan for factors, a table; all ranks ask."""
         self.prepare()
-        return self._plan.engine.explain()
+        return self._factors.engine.explain()
 
     def engine_to_explain(self) -> Engine:
         """The engine of :meth:`explain`, before ranks agree on it."""
         return self._proposed_plan().engine
 
     @property
-    def matrices_updated(self) -> int:
-        """Counts all matrices."""
-        return self.newton_schulz_calls
+    def newton_schulz_calls(self) -> int:
+        """How many logical matrices all steps so far have updated."""
+        return self._updated
 
     def described_matrices(self, settled: bool = True) -> dict[Tensor, list[DescribedMatrix]]:
         """The logical matrices of each parameter."""
         if settled:
             self.prepare()
-        plan = self._plan if settled else self._proposed_plan()
+        plan = self._factors if settled else self._proposed_plan()
         schemes = {i: bucket.scheme for bucket in plan.engine.plan.buckets for i in bucket.matrices}
         described: dict[Tensor, list[DescribedMatrix]] = {}
-        for parameter, factors in plan.factors.items():
-            names = self.split_of(parameter).names(self.layout(parameter).shape[0])
-            shapes = {}
-            found = dict.fromkeys(range(len(names)), "local")
-            for factor in factors:
-                shapes[factor.number] = factor.matrix.shape
-                if schemes[factor.index] != "local":
-                    found[factor.number] = schemes[factor.index].replace("_", " ")
+        for parameter, number in plan.first.items():
             described[parameter] = []
-            for i, name in enumerate(names):
-                described[parameter].append(DescribedMatrix(name, shapes[i], found[i], 1.0, None))
+            names = self.split_of(parameter).names(self.layout(parameter).shape[0])
+            for name, layout in zip(names, self.matrix_layouts(parameter), strict=True):
+                found = "local"
+                for _ in self._sides(parameter, layout):
+                    if schemes[number] != "local":
+                        found = schemes[number].replace("_", " ")
+                    number += 1
+                described[parameter].append(DescribedMatrix(name, layout.shape, found, 1.0, None))
         return described
 
     def _settled(self, engine: Engine) -> StepCache:
         """Also settle the factors, whose rank cannot change."""
-        plan = self._proposed_plan()
-        for first, *_ in plan.factors.values():
-            kept = self.state.get(first.parameter, {}).get(FACTOR + first.end)
-            if kept is not None and kept.shape[1] != first.rank:
+        for parameter in self._parameters():
+            rank = self.group_of(parameter)["rank"]
+            kept = self.state.get(parameter, {}).get(f"{FACTOR}_A{self.key_ends(parameter)[0]}")
+            if kept is not None and kept.shape[1] != rank:
                 raise ValueError(
                     f"{type(self).__name__} keeps factors of rank {kept.shape[1]} for the parameter of shape "
-                    f"{tuple(first.parameter.shape)}, whose group now has rank {first.rank}: set it back, it cannot "
-                    "change"
+                    f"{tuple(parameter.shape)}, whose group now has rank {rank}: set it back, it cannot change"
                 )
+        plan = self._proposed_plan()
         plan.engine.prepare()
-        self._plan = plan
+        self._factors = plan
         return super()._settled(engine)
 
     def _check_together(self, group: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
         iteration_of(settings)
 
-    def _described(self, name: str, parameter: Tensor) -> ParamSpec:
-        dtype = torch.promote_types(parameter.dtype, torch.float32)
-        return ParamSpec(name, dtype, self.layout(parameter), self.split_of(parameter))
-
     def _proposed_plan(self) -> FactorPlan:
         """Factors and their engine, before ranks agree on it."""
-        factors: dict[Tensor, list[Factor]] = {}
-        described = []
-        known: dict[Layout, Layout] = {}  # equal ones as one object
-        first = 0
+        first = dict[Tensor, int]()
+        described = list[ParamSpec]()
         for name, parameter in zip(self._names(), self._parameters(), strict=True):
+            first[parameter] = len(described)
             iteration = iteration_of(self.effective(self.group_of(parameter)))
-            matrices = [known.setdefault(x, x) for x in self.matrix_layouts(parameter)]
-            factors[parameter] = self._factors_of(parameter, matrices, first)
-            first += len(factors[parameter])
-            for factor in factors[parameter]:
-                described.append(ParamSpec(name + factor.name, factor.dtype, factor.layout, WHOLE, iteration))
-        return FactorPlan(factors, Engine(described, self._parameters()[0].device, self.tp_mode))
+            names = self.split_of(parameter).names(self.layout(parameter).shape[0])
+            for part, matrix in zip(names, self.matrix_layouts(parameter), strict=True):
+                for end, layout in self._sides(parameter, matrix):
+                    called = f"{name}[{f'{part} {end}'.strip()}]" if end else name
+                    described.append(ParamSpec(called, wide(parameter), layout, iteration=iteration))
+        return FactorPlan(first, Engine(described, self._parameters()[0].device, self.tp_mode))
 
-    def _factors_of(self, parameter: Tensor, matrices: Sequence[Layout], first: int = 0) -> list[Factor]:
-        names = self.split_of(parameter).names(self.layout(parameter).shape[0])
-        ends = self.key_ends(parameter)
-        return low_rank.factors_of(parameter, first, matrices, names, ends, self.group_of(parameter))
+    def _sides(self, parameter: Tensor, matrix: Layout) -> list[tuple[str, Layout]]:
+        """Letters and layouts of the factors of a logical matrix, or of the one that a parameter is."""
+        group = self.group_of(parameter)
+        if group["pairs"]:
+            return [("", side_of(matrix, is_wide(matrix), min(matrix.shape)))]
+        return [(letter, side_of(matrix, dim, group["rank"])) for dim, letter in enumerate(LETTERS)]
 
     def scale_rows(self, parameters: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
         """Also scale rows of the first factors."""
         self.prepare()
         super().scale_rows(parameters, factors)
         for parameter, of_matrices in self._by_matrix(parameters, factors):
-            for A in self._plan.factors[parameter][::2]:
-                if A.in_state:
-                    scale_rows(self._kept(A).value, of_matrices[A.number])
+            if not self.group_of(parameter)["pairs"]:
+                state = self._states.of(parameter)
+                for end, of_rows in zip(self.key_ends(parameter), of_matrices, strict=True):
+                    scale_rows(local(state[f"{FACTOR}_A{end}"]), of_rows)
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """Factors, momenta and singular vectors; without factors for pairs."""
-        factors = self._factors_of(parameter, self.matrix_layouts(parameter))
-        tensors = [StateTensor(PROJECTED, (), 0, factors[0].dtype, non_negative=True)] if factors[0].in_state else []
-        for pair in batched(factors, 2):
-            for both in zip(*(factor.state_tensors() for factor in pair), strict=True):
-                tensors += both
+        group = self.group_of(parameter)
+        dtype = wide(parameter)
+        if group["pairs"]:
+            of_rows = (SIDES[is_wide(self.layout(parameter))],)
+            momentum = StateTensor(MOMENTUM_BUFFER, dtype=dtype)
+            return [momentum, StateTensor(U, of_rows, dtype=dtype, start=start_vector)]
+        tensors = [StateTensor(PROJECTED, (), dtype=dtype, non_negative=True)]
+        for number, end in enumerate(self.key_ends(parameter)):
+            for key in (FACTOR, MOMENTUM_BUFFER, U):
+                for dim, letter in enumerate(LETTERS):
+                    side: Dim = SIDES[dim]
+                    dims = (side,) if key == U else (side, group["rank"])
+                    start = start_vector if key == U else None
+                    tensors.append(StateTensor(f"{key}_{letter}{end}", dims, number, dtype, start=start))
         return tensors
 
     def _to_load(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -338,15 +410,11 @@ class Spectron(BaseOptimizer):
         return state_dict
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        name = type(self).__name__
         refuse_blockwise(self, "singular values of factors")
-        parameters = []
+        super()._check_group(group)
+        name = type(self).__name__
         names = names_of_last(self.param_groups)
-        indices = names_of_last(self.param_groups, shapes=False)
-        for parameter, called, index in zip(group["params"], names, indices, strict=True):
-            check_matrix(name, parameter, f"orthogonalizes matrices, but {index}")
-            self._check_split(parameter)
-            check_shard(parameter, self.pg_collection, called)
+        for parameter, called in zip(group["params"], names, strict=True):
             layout = self.layout(parameter)
             if len(layout.cut_dims) > 1:
                 raise ValueError(
@@ -355,58 +423,117 @@ class Spectron(BaseOptimizer):
                     "TensorParallelMuon"
                 )
             check_placements(f"{name}: {called}", parameter, self.state_tensors(parameter), self.matrix_layouts)
-            parameters.append((called, layout, self.split_of(parameter)))
-        check = low_rank.check_pairs if group["pairs"] else low_rank.check_weights
-        check(name, group["rank"], parameters)
+            if group["pairs"]:
+                self._check_factor(parameter, called)
+            else:
+                self._check_rank(parameter, called)
+        if not group["pairs"]:
+            return
+        if len(names) % 2:
+            raise ValueError(f"{name}: a group of pairs has an even number of factors, got {len(names)}")
+        for (a, of_a), (b, of_b) in batched(zip(group["params"], names, strict=True), 2):
+            one = self.layout(a).shape
+            other = self.layout(b).shape
+            if min(one) not in other or min(other) not in one:
+                raise ValueError(
+                    f"{name}: {of_a} and {of_b} are no factors of one weight: {one} and {other} have no rank in common"
+                )
 
-    def _take(self, ok: Flag) -> None:
+    def _check_rank(self, parameter: Tensor, called: str) -> None:
+        """Refuse a weight that is too small for factors of the rank of its group."""
+        rank = self.group_of(parameter)["rank"]
+        names = self.split_of(parameter).names(self.layout(parameter).shape[0])
+        for part, matrix in zip(names, self.matrix_layouts(parameter), strict=True):
+            most = min(matrix.shape)
+            if rank > most:
+                of_part = f"{called} ({part})" if part else called
+                raise ValueError(
+                    f"{type(self).__name__}: rank must lie in [1, {most}] for {of_part}, a matrix {matrix.shape}, got "
+                    f"{rank}: set rank (options={{'rank': ...}} of build_optimizer, or in a group of its own), or take "
+                    "another optimizer"
+                )
+
+    def _check_factor(self, parameter: Tensor, called: str) -> None:
+        """Refuse a parameter that cannot be a factor of a pair."""
+        name = type(self).__name__
+        layout = self.layout(parameter)
+        if not self.split_of(parameter).is_whole:
+            raise ValueError(f"{name}: {called} is a factor of a pair, and cannot be split into logical matrices")
+        if int(not is_wide(layout)) in layout.cut_dims:
+            raise ValueError(
+                f"{name}: {called}, a factor {layout.shape}, is cut along its rank: cut it along its long side "
+                "(under FSDP2 a shard_placement_fn says so), or keep it whole"
+            )
+
+    def _steps_of(self, ok: Flag) -> dict[int, bool]:
+        """Weights that have factors, after some are projected, and factors of which both of a pair step."""
+        steps = super()._steps_of(ok)
         parameters = self._parameters()
-        active = list(compress(parameters, self._stepping))
-        with fp32_products("highest"):
-            waiting = [p for p in active if not self._is_projected(p)]
-            if waiting:
-                self._project(waiting, ok)
-            self._session.changing = True
-            chunks = self._chunks(set(active), ok)
-            stacks = list[FactorStack]()
-            for chunk in chunks:
-                gradients_of_factors(chunk, self.engine)
-                stacks += chain(*chunk.pairs)
-            step_of_factors(low_rank.together(stacks), self._plan.engine, self.num_power_iterations)
-            for chunk in chunks:
-                if chunk.in_state:
-                    write_weights(chunk, self.engine)
-
-    def _shards(self, parameters: Sequence[Tensor]) -> Iterator[Tensor]:
-        """This rank's shards of logical matrices, one at a time in the dtype of factors."""
-        for index, parameter in zip(self._indices_of(parameters), parameters, strict=True):
-            for shard in self.engine.split([index], [local(parameter)]):
-                yield shard.to(self._plan.factors[parameter][0].dtype)
-
-    def _chunks(self, active: set[Tensor], ok: Flag) -> list[FactorChunk]:
-        index_of = {p: i for i, p in enumerate(self._parameters())}
-        chunks = []
+        waiting = [parameters[i] for i in steps if not self._is_projected(parameters[i])]
+        if waiting:
+            self._project(waiting, ok)
+            steps = {i: False for i in steps if self._is_projected(parameters[i])}
+        first = 0
         for group in self.param_groups:
-            units = []  # of parameters that step together
-            for unit in batched(group["params"], 2 if group["pairs"] else 1):
-                if active.issuperset(unit) and all(map(self._is_projected, unit)):
-                    units.append(unit)
-            for parameters in low_rank.in_chunks(units, self._plan.factors):
-                factors = [factor for p in parameters for factor in self._plan.factors[p]]
-                # a factor that is a parameter is a matrix of its own
-                self.newton_schulz_calls += sum(len(self._plan.factors[p][::2]) for p in parameters)
-                pairs = low_rank.stacked_pairs(factors, group, ok, self._kept)
-                chunks.append(FactorChunk(parameters, [index_of[p] for p in parameters], pairs, not group["pairs"]))
-        return chunks
+            count = len(group["params"])
+            for a in range(first, first + count, 2) if group["pairs"] else ():
+                if not steps.keys() >= {a, a + 1}:
+                    steps.pop(a, None)
+                    steps.pop(a + 1, None)
+            first += count
+        return steps
 
-    def _kept(self, factor: Factor) -> LocalFactor:
-        state = self._states.of(factor.parameter, U + factor.end)
-        value = state[FACTOR + factor.end] if factor.in_state else factor.parameter
-        return LocalFactor(local(value), local(state[MOMENTUM_BUFFER + factor.end]), local(state[U + factor.end]))
+    @fp32_products("highest")
+    def _run(self, chunks: Sequence[Sequence[Chunk]]) -> None:
+        """All factors step together, between the products of weights, which are as large as these."""
+        factors = list[Factors]()
+        for chunk in chain(*chunks):
+            for stack in chunk.stacks:
+                factors += self._factors_of(stack)
+            chunk.forget()
+        if factors:
+            step_of_factors(factors, self._factors.engine, self.num_power_iterations)
+        for chunk in chain(*chunks):
+            for stack in chunk.stacks:
+                if not stack.group["pairs"]:
+                    write_weights(stack)
+            chunk.end()
+
+    def _factors_of(self, stack: Stack) -> list[Factors]:
+        """The factors of matrices, or those that parameters are, with their gradients."""
+        numbers = [self._factors.first[member.parameter] + 2 * member.number for member in stack.members]
+        if stack.group["pairs"]:
+            gradients = [g.to(stack.dtype) for g in stack.shards(GRADIENT)]
+            return [self._equal(stack, "", numbers, stack.shards(WEIGHT), gradients)]
+        A, B = (stack.of_each(f"{FACTOR}_{letter}", stack.members) for letter in LETTERS)
+        G = stack.state(GRADIENT).to(stack.dtype)
+        of_B = [number + 1 for number in numbers]
+        return [
+            self._equal(stack, "_A", numbers, A, G @ torch.stack(B)),  # gA
+            self._equal(stack, "_B", of_B, B, G.mT @ torch.stack(A)),  # gB
+        ]
+
+    def _equal(
+        self, stack: Stack, end: str, numbers: list[int], values: list[Tensor], gradients: Sequence[Tensor] | Tensor
+    ) -> Factors:
+        [matrix] = self._factors.engine.matrices[numbers[0]]
+        [other] = self._factors.engine.matrices[numbers[0] ^ 1]
+        return Factors(
+            group=stack.group,
+            ok=stack.ok,
+            matrix=matrix,
+            numbers=numbers,
+            transposed=not end and stack.matrix.shape != matrix.shape,
+            values=values,
+            momenta=stack.of_each(MOMENTUM_BUFFER + end, stack.members),
+            us=stack.of_each(U + end, stack.members),
+            gradients=gradients,
+            summed_over=other.group if end else "",
+        )
 
     def _is_projected(self, parameter: Tensor) -> bool:
         """Whether a weight is the product of its factors; a factor itself is not projected."""
-        return not self._plan.factors[parameter][0].in_state or self._has_begun(parameter, PROJECTED)
+        return self.group_of(parameter)["pairs"] or self._has_begun(parameter, PROJECTED)
 
     def _project(self, waiting: Sequence[Tensor], ok: Flag) -> None:
         """Project weights in their first step; the host waits."""
@@ -419,19 +546,33 @@ class Spectron(BaseOptimizer):
         new = [p for p in compress(waiting, begins) if not self._is_projected(p)]
         if not new:
             return
-        factors = [factor for p in new for factor in self._plan.factors[p]]
-        pairs = list(batched(factors, 2))
-        projected = low_rank.project(self._shards(new), [A for A, _ in pairs])
-        self._note_errors([A.parameter for A, _ in pairs], [x.error for x in projected])
+        matrices = []  # parameter, end of keys, layout, the rank that decomposes it, and what that sends
+        for index, p in zip(self._indices_of(new), new, strict=True):
+            number = self._factors.first[p] // 2
+            shards = self.engine.split([index], [local(p)])
+            for end, layout, shard in zip(self.key_ends(p), self.matrix_layouts(p), shards, strict=True):
+                turn = number % layout.ranks  # so that ranks share the work
+                sent = decomposed(shard.to(wide(p)), layout, self.group_of(p)["rank"], turn)
+                matrices.append((p, end, layout, turn, sent))
+                number += 1
+        factors = []
+        errors = []
+        for p, end, layout, turn, sent in matrices:
+            r = self.group_of(p)["rank"]
+            own = layout.rectangle
+            x = sent if layout.group is None else broadcast(sent, turn, layout.group).wait()  # the same bits on all
+            A, B, error = x.split([layout.shape[0] * r, layout.shape[1] * r, 1])
+            factors.append((p, f"_A{end}", A.view(-1, r)[own.top : own.bottom]))
+            factors.append((p, f"_B{end}", B.view(-1, r)[own.left : own.right]))
+            errors.append(error)
+        self._note_errors([p for p, *_ in matrices], torch.cat(errors).tolist())
         self._session.changing = True
-        for (A, B), x in zip(pairs, projected, strict=True):
-            for factor, rows in ((A, x.A), (B, x.B)):
-                of_factor = self._kept(factor)
-                of_factor.value.copy_(rows)
-                # up to its norm its singular vector, whatever the order of rows, which may follow the ranks
-                of_factor.u.copy_(rows[:, 0])
-            self.state[A.parameter][PROJECTED].fill_(1)
+        for p, end, rows in factors:
+            local(self.state[p][FACTOR + end]).copy_(rows)
+            # up to its norm its singular vector, whatever the order of rows, which may follow the ranks
+            local(self.state[p][U + end]).copy_(rows[:, 0])
         for p in new:
+            self.state[p][PROJECTED].fill_(1)
             self._note_begun(p, PROJECTED)
 
     def _note_errors(self, parameters: Sequence[Tensor], errors: Sequence[float]) -> None:
@@ -452,3 +593,8 @@ class Spectron(BaseOptimizer):
             f"{type(self).__name__} projects {len(largest)} weights to their rank, which changes them by "
             f"{min(largest.values()):.3g} to {largest[worst]:.3g} of their norm, most {worst}"
         )
+
+
+def is_wide(layout: Layout) -> bool:
+    """Whether a parameter that is a factor is (r x rows); squares count as tall."""
+    return layout.shape[0] < layout.shape[1]

@@ -123,6 +123,7 @@ class FactoredOptimizer(StackedOptimizer):
                     self._note_begun(parameters[i], STEPS)
                 else:
                     del steps[i]
+        self._session.changing = True
         if steps:
             counts = [self.state[parameters[i]][STEPS] for i in steps]
             counted = torch.stack(counts) + (1 if ok is None else ok)

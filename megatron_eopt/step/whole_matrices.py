@@ -312,7 +312,7 @@ class StackedOptimizer(BaseOptimizer):
 
     def _described(self, name: str, parameter: Tensor) -> ParamSpec:
         spec = super()._described(name, parameter)
-        return replace(spec, layout=self.layout(parameter), split=self.split_of(parameter))
+        return replace(spec, dtype=wide(parameter), layout=self.layout(parameter), split=self.split_of(parameter))
 
     def _plan(self, end: str, layout: Layout, longest: int) -> MatrixPlan:
         return plan_of(end, layout, longest)
@@ -461,12 +461,13 @@ class StackedOptimizer(BaseOptimizer):
         return chunk
 
     def _take(self, ok: Flag) -> None:
+        self._complete_state()
+        steps = self._steps_of(ok)
         self._session.changing = True
         for group in self.param_groups:
             if CLOCK in group:
                 group[CLOCK] += self._ticks(group)
-        self._complete_state()
-        chunks = self._chunks(self._steps_of(ok), ok)
+        chunks = self._chunks(steps, ok)
         self._run(chunks)
         for chunk in chain(*chunks):
             self._updated += sum(len(stack.members) for stack in chunk.stacks if stack.ndim > 2)

@@ -1,7 +1,7 @@
 """Keller Jordan's distributed Muon."""
 
 import logging
-from collections.abc import Generator, Mapping, Sequence, Set
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from math import prod
@@ -268,7 +268,7 @@ class DistributedMuon(StackedOptimizer):
         self.init_state()
         return super().prepare()
 
-    def _divided(self, members: Sequence[Member], first: Set[int]) -> list[list[list[Member]]]:
+    def _divided(self, members: Sequence[Member]) -> list[list[list[Member]]]:
         """One matrix of each rank at a time, the largest first."""
         of_ranks: dict[int, list[Member]] = {}
         for member in sorted(members, key=lambda member: -member.parameter.numel()):

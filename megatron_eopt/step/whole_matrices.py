@@ -5,9 +5,9 @@ ranks, which alone have the further state of a matrix, and come back, by one col
 """
 
 from collections import Counter
-from collections.abc import Generator, Hashable, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
-from itertools import chain, compress, islice
+from collections.abc import Generator, Hashable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from itertools import chain, compress
 from math import prod
 from typing import Any, ClassVar, Literal
 
@@ -46,7 +46,6 @@ MOST_BYTES = 2**28  # of a stack of equal matrices, and of what is gathered at o
 Program = Generator[None, None, None]
 Loads = Counter[int | str | None]  # bytes by compute rank, and under ALL_RANKS those of every rank
 ALL_RANKS = "held"
-Place = tuple[int, int]  # of a logical matrix: the index of its parameter, and its number there
 
 
 @dataclass(eq=False)
@@ -70,16 +69,6 @@ class MatrixPlan:
         return list(compress(self.layout.shape, self.has_factor))
 
 
-def plan_of(end: str, layout: Layout, longest: int) -> MatrixPlan:
-    """The plan of a matrix, whose sides have a factor up to a length."""
-    rows, cols = layout.shape
-    has_factor = (0 < rows <= longest and cols > 0, 0 < cols <= longest and rows > 0)
-    plan = MatrixPlan(end, layout, has_factor, 0)
-    for length in plan.factor_lengths:
-        plan.cost += 4 * length * (length**2 + rows * cols)  # cubes of sides, and products with them
-    return plan
-
-
 @dataclass(frozen=True, eq=False)
 class Member:
     """A logical matrix of a stack."""
@@ -88,31 +77,47 @@ class Member:
     index: int  # of the parameter
     number: int  # among the matrices of the parameter
     plan: MatrixPlan
+    kind: Hashable  # what those of a stack have in common
 
 
-@dataclass(eq=False)
 class Stack:
     """Equal logical matrices of one group in a chunk, in the order of their compute ranks.
 
-    State is read and written by key: that which lies as the parameter of all members, and that which belongs to single
-    matrices of those that this rank computes.
+    A step reads and writes by key: the weight, the gradient and state that lies as these of all members, and what else
+    is kept of each of its own members.
+
+    Attributes:
+        matrix: one of them, as the engine has it.
+        has_factor: whether rows have a factor, and columns.
+        numbers: how many each compute rank has; empty where every rank works on all.
+        own: those that this rank works on.
+        spread: as what they are exchanged; None where nothing is.
+        ndim: of a stack of shards: 3, or 2 for vectors.
+        dtype: to compute and keep state in.
+        first: whether factors are zero before this step, but are to be made.
     """
 
-    chunk: "Chunk"
-    places: list[int]  # among the matrices of the chunk's parameters
-    group: Mapping[str, Any]
-    matrix: Matrix  # one of them, as the engine has it
-    has_factor: tuple[bool, bool]  # of the rows, and of the columns
-    members: list[Member]
-    numbers: list[int]  # how many each compute rank has; empty where every rank works on all
-    own: list[Member]  # those that this rank works on
-    spread: Spread | None  # as what they are exchanged; None where nothing is
-    ndim: int  # of a stack of shards: 3, or 2 for vectors
-    dtype: torch.dtype  # to compute and keep state in
-    # Of a step:
-    first: bool = False  # whether factors are zero so far, but are to be made
-    ok: Flag = None
-    tensors: dict[str, list[Tensor]] = field(default_factory=dict)  # of the members, by key
+    def __init__(self, chunk: "Chunk", members: Sequence[Member]) -> None:
+        optimizer = chunk.optimizer
+        self.chunk = chunk
+        self.members = sorted(members, key=lambda member: member.plan.compute_rank or 0)
+        index, number, plan = members[0].index, members[0].number, members[0].plan
+        parameter = members[0].parameter
+        self.group: Mapping[str, Any] = optimizer.group_of(parameter)
+        self.matrix = chunk.engine.matrices[index][number]
+        self.has_factor = plan.has_factor
+        self.numbers: list[int] = []
+        self.own = self.members
+        if plan.compute_rank is not None:
+            ranks = [member.plan.compute_rank for member in self.members]
+            self.numbers = [ranks.count(rank) for rank in range(plan.layout.ranks)]
+            self.own = [member for member in self.members if member.plan.compute_rank == plan.layout.rank]
+        self.spread = Spread(self.matrix, self.numbers) if plan.gathered else None
+        self.ndim = 2 if parameter.ndim < 2 else 3
+        self.dtype = wide(parameter)
+        self.first = False
+        self.ok: Flag = None
+        self.tensors: dict[str, list[Tensor]] = {}  # that a step has read, by key
 
     @property
     def gradient(self) -> Tensor:
@@ -143,7 +148,7 @@ class Stack:
         """This rank's shards of the weight, gradient or state that lies as it; may be copies."""
         if key not in self.tensors:
             shards = self.chunk.shards(key)
-            self.tensors[key] = [shards[place] for place in self.places]
+            self.tensors[key] = [shards[member.index][member.number] for member in self.members]
         return self.tensors[key]
 
     def of_each(self, key: str, members: Sequence[Member]) -> list[Tensor]:
@@ -176,20 +181,16 @@ class Chunk:
     def __init__(self, optimizer: "StackedOptimizer", members: Sequence[Member]) -> None:
         self.optimizer = optimizer
         self.engine = optimizer.engine
-        self.stacks: list[Stack] = []
+        self.stacks = [Stack(self, alike) for alike in grouped(members, lambda member: member.kind).values()]
         self._parameters = {member.index: member.parameter for member in members}
         self._numbers: dict[int, list[int]] = {}  # of the matrices of each parameter that are here
         for member in members:
             self._numbers.setdefault(member.index, []).append(member.number)
-        self._shards: dict[str, list[Tensor]] = {}
+        self._shards: dict[str, dict[int, list[Tensor]]] = {}
         self._copies: list[tuple[int, Tensor, list[Tensor]]] = []  # parameter, what was copied, and the copies
-        self.places: dict[Place, int] = {}  # of the matrices of all parameters among shards
-        for index in self._parameters:
-            for number, _ in enumerate(self.engine.matrices[index]):
-                self.places[index, number] = len(self.places)
 
-    def shards(self, key: str) -> list[Tensor]:
-        """This rank's shards of the logical matrices of its parameters."""
+    def shards(self, key: str) -> dict[int, list[Tensor]]:
+        """This rank's shards of the logical matrices of each parameter, by its index."""
         if key not in self._shards:
             if key == WEIGHT:
                 wholes = list(self._parameters.values())
@@ -198,21 +199,14 @@ class Chunk:
             else:
                 wholes = [self.optimizer.state[p][key] for p in self._parameters.values()]
             wholes = [torch.atleast_1d(local(x)) for x in wholes]
-            shards = self.engine.split(list(self._parameters), list(wholes))
-            if key != GRADIENT:
-                self._note_copies(wholes, shards)
-            self._shards[key] = shards
+            self._shards[key] = {}
+            for index, x in zip(self._parameters, wholes, strict=True):
+                shards = self.engine.split([index], [x])
+                self._shards[key][index] = shards
+                memory = {shard.untyped_storage().data_ptr() for shard in shards if shard.numel()}
+                if key != GRADIENT and memory - {x.untyped_storage().data_ptr()}:
+                    self._copies.append((index, x, shards))
         return self._shards[key]
-
-    def _note_copies(self, wholes: Sequence[Tensor], shards: Sequence[Tensor]) -> None:
-        """Note shards that are no views, to write them back."""
-        remaining = iter(shards)
-        for index, x in zip(self._parameters, wholes, strict=True):
-            some = list(islice(remaining, len(self.engine.matrices[index])))
-            if any(shard is not x for shard in some):
-                memory = {shard.untyped_storage().data_ptr() for shard in some if shard.numel()}
-                if memory - {x.untyped_storage().data_ptr()}:
-                    self._copies.append((index, x, some))
 
     def end(self) -> None:
         """Write shards that are copies back."""
@@ -315,7 +309,13 @@ class StackedOptimizer(BaseOptimizer):
         return replace(spec, dtype=wide(parameter), layout=self.layout(parameter), split=self.split_of(parameter))
 
     def _plan(self, end: str, layout: Layout, longest: int) -> MatrixPlan:
-        return plan_of(end, layout, longest)
+        """The plan of a matrix, whose sides have a factor up to a length."""
+        rows, cols = layout.shape
+        has_factor = (0 < rows <= longest and cols > 0, 0 < cols <= longest and rows > 0)
+        plan = MatrixPlan(end, layout, has_factor, 0)
+        for length in plan.factor_lengths:
+            plan.cost += 4 * length * (length**2 + rows * cols)  # cubes of sides, and products with them
+        return plan
 
     def _planned(self, parameter: Tensor) -> list[MatrixPlan]:
         """Plans of a parameter's matrices; a new group changes no other's compute ranks."""
@@ -378,17 +378,14 @@ class StackedOptimizer(BaseOptimizer):
             load <= (self.workspace // IN_FLIGHT if key == ALL_RANKS else MOST_BYTES) for key, load in loads.items()
         )
 
-    def _divided(self, members: Sequence[Member], first: Set[int]) -> list[list[list[Member]]]:
+    def _divided(self, members: Sequence[Member]) -> list[list[list[Member]]]:
         """Matrices by chunks of bounded size, listed by what goes together."""
-        together: dict[tuple[Any, ...], dict[Hashable, list[Member]]] = {}
-        for member in members:
-            kinds = together.setdefault(self._together(member.parameter), {})
-            kinds.setdefault(self._kind(member, first), []).append(member)
+        together = grouped(members, lambda member: self._together(member.parameter))
         divided = []
-        for _, kinds in sorted(together.items()):
+        for _, some in sorted(together.items()):
             chunks: list[list[Member]] = [[]]
             loads = Loads()
-            for alike in kinds.values():
+            for alike in grouped(some, lambda member: member.kind).values():
                 units = [(alike, self._loads(alike))]
                 if not self._fits(units[0][1]):  # where it has room it is not cut, for half the launches
                     units = [([member], self._loads([member])) for member in alike]
@@ -401,12 +398,17 @@ class StackedOptimizer(BaseOptimizer):
             divided.append(chunks)
         return divided
 
-    def _kind(self, member: Member, first: Set[int]) -> Hashable:
-        """What equal matrices of a stack have in common."""
-        parameter = member.parameter
-        layout = member.plan.layout
-        of_parameter = id(self.group_of(parameter)), member.index in first, parameter.dtype, min(parameter.ndim, 2)
-        return of_parameter, member.plan.has_factor, layout.shape, layout.rectangles
+    def _members(self, steps: Iterable[int], first: Set[int]) -> list[Member]:
+        """The matrices of parameters that step; of those in ``first`` factors are to be made."""
+        parameters = self._parameters()
+        members = []
+        for index in steps:
+            p = parameters[index]
+            of_parameter = id(self.group_of(p)), index in first, p.dtype, min(p.ndim, 2)
+            for number, plan in enumerate(self._planned(p)):
+                kind = of_parameter, plan.has_factor, plan.layout.shape, plan.layout.rectangles
+                members.append(Member(p, index, number, plan, kind))
+        return members
 
     def _chunks(self, steps: Mapping[int, bool], ok: Flag) -> list[list[Chunk]]:
         """Chunks of stacks in a step, made anew where other parameters step."""
@@ -416,49 +418,14 @@ class StackedOptimizer(BaseOptimizer):
             first = set()  # which are alike, too
         made_for = list(steps), first, list(map(id, self.param_groups))
         if settled.chunks is None or settled.chunks[0] != made_for:
-            parameters = self._parameters()
-            members = []
-            for index in steps:
-                for number, plan in enumerate(self._planned(parameters[index])):
-                    members.append(Member(parameters[index], index, number, plan))
-            chunks = [[self._chunk(some, first) for some in chunks] for chunks in self._divided(members, first)]
-            settled.chunks = made_for, chunks
+            divided = self._divided(self._members(steps, first))
+            settled.chunks = made_for, [[Chunk(self, some) for some in chunks] for chunks in divided]
         for chunk in chain(*settled.chunks[1]):
             chunk.forget()  # what a step left that an exception ended
             for stack in chunk.stacks:
                 stack.first = steps[stack.members[0].index]
                 stack.ok = ok
         return settled.chunks[1]
-
-    def _chunk(self, members: Sequence[Member], first: Set[int]) -> Chunk:
-        """A chunk and its stacks."""
-        chunk = Chunk(self, members)
-        for alike in grouped(members, lambda member: self._kind(member, first)).values():
-            alike.sort(key=lambda member: member.plan.compute_rank or 0)
-            one = alike[0]
-            plan = one.plan
-            numbers = []
-            own = alike
-            if plan.compute_rank is not None:
-                ranks = [member.plan.compute_rank for member in alike]
-                numbers = [ranks.count(rank) for rank in range(plan.layout.ranks)]
-                own = [member for member in alike if member.plan.compute_rank == plan.layout.rank]
-            matrix = self.engine.matrices[one.index][one.number]
-            stack = Stack(
-                chunk=chunk,
-                places=[chunk.places[member.index, member.number] for member in alike],
-                group=self.group_of(one.parameter),
-                matrix=matrix,
-                has_factor=plan.has_factor,
-                members=alike,
-                numbers=numbers,
-                own=own,
-                spread=Spread(matrix, numbers) if plan.gathered else None,
-                ndim=2 if one.parameter.ndim < 2 else 3,
-                dtype=wide(one.parameter),
-            )
-            chunk.stacks.append(stack)
-        return chunk
 
     def _take(self, ok: Flag) -> None:
         self._complete_state()

@@ -102,13 +102,14 @@ class FactoredOptimizer(StackedOptimizer):
         with followed(self, list(filter(self._holds, parameters))):
             super().scale_rows(parameters, factors)
 
-    def _take(self, ok: Flag) -> None:
-        held = list(filter(self._holds, self._parameters()))
-        begin_norms(self, f"{type(self).__name__} with weight_norm 'hold'", held, set(held))
-        super()._take(ok)
-
     def _steps_of(self, ok: Flag) -> dict[int, bool]:
-        """Also looks which parameters have factors, or make them now; the host waits for that."""
+        """Also begins norms, and looks which parameters have factors, or make them now; the host waits for that."""
+        held = list[Tensor]()
+        for group in self.param_groups:
+            if group["weight_norm"] == "hold":
+                held += filter(self._holds, group["params"])
+        if held:
+            begin_norms(self, f"{type(self).__name__} with weight_norm 'hold'", held, set(held))
         steps = super()._steps_of(ok)
         parameters = self._parameters()
         starting = []

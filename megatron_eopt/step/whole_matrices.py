@@ -347,8 +347,19 @@ class StackedOptimizer(BaseOptimizer):
         return True
 
     def _steps_of(self, ok: Flag) -> dict[int, bool]:
-        """Which parameters step, by their indices, and whether factors of theirs are to be made."""
-        return {i: False for i, steps in enumerate(self._stepping) if steps}
+        """Which parameters step, by their indices, and whether factors of theirs are to be made.
+
+        Creates what their state lacks.
+        """
+        settled = self._session.settled
+        parameters = self._parameters()
+        if settled.state_keys is None:
+            settled.state_keys = [[tensor.key for tensor in self.state_tensors(p)] for p in parameters]
+        steps = {i: False for i, has_gradient in enumerate(self._stepping) if has_gradient}
+        for i in steps:
+            if not self.state[parameters[i]].keys() >= set(settled.state_keys[i]):
+                self._states.of(parameters[i])
+        return steps
 
     def _together(self, parameter: Tensor) -> tuple[Any, ...]:
         """What parameters of one chunk have in common; chunks go in this order."""
@@ -428,7 +439,6 @@ class StackedOptimizer(BaseOptimizer):
         return settled.chunks[1]
 
     def _take(self, ok: Flag) -> None:
-        self._complete_state()
         steps = self._steps_of(ok)
         self._session.changing = True
         for group in self.param_groups:
@@ -448,16 +458,6 @@ class StackedOptimizer(BaseOptimizer):
     def _worked(self, chunk: Chunk) -> Program:
         yield from self.program(chunk.stacks)
         chunk.end()
-
-    def _complete_state(self) -> None:
-        """Create what the state of stepping parameters lacks."""
-        settled = self._session.settled
-        parameters = self._parameters()
-        if settled.state_keys is None:
-            settled.state_keys = [[tensor.key for tensor in self.state_tensors(p)] for p in parameters]
-        for p, steps, keys in zip(parameters, self._stepping, settled.state_keys, strict=True):
-            if steps and not self.state[p].keys() >= set(keys):
-                self._states.of(p)
 
 
 def wide(parameter: Tensor) -> torch.dtype:

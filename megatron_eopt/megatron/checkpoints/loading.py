@@ -24,6 +24,7 @@ from megatron_eopt.family import CLASSES
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.checkpoints.integrity import compare_sums, contents_of, read_stored
 from megatron_eopt.megatron.checkpoints.keys import (
+    FRESH,
     fitted,
     of_another,
     of_buffers,
@@ -264,7 +265,7 @@ def settings_after_load(
             if any(value != values[0] for value in values):
                 raise ValueError(
                     f"parameters of one group come from groups of the checkpoint with different {key!r}: {values}; "
-                    f"keep the groups of the run that saved, or pass --no-load-optim to start with fresh state"
+                    f"keep the groups of the run that saved, or {FRESH}"
                 )
             settings[key] = values[0]
         elif is_gone and key in settable:

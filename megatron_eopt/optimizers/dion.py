@@ -21,7 +21,7 @@ from megatron_eopt.step.foreach import where
 from megatron_eopt.step.parameters import DescribedMatrix, TensorParallelGroups, names_of_last
 from megatron_eopt.step.session import StepCache
 from megatron_eopt.step.state import MOMENTUM_BUFFER, StateTensor, check_placements
-from megatron_eopt.step.whole_matrices import MatrixPlan, Program, Stack, StackedOptimizer, subtract
+from megatron_eopt.step.whole_matrices import Chunk, MatrixPlan, Rule, Stack, StackedOptimizer
 
 BASIS = "Q"
 NOISE = 100  # times the precision of the dtype: a column of P this much below the largest is rounding
@@ -157,29 +157,19 @@ class Dion(StackedOptimizer):
         for p, called in zip(group["params"], names_of_last(self.param_groups), strict=True):
             check_placements(f"{type(self).__name__}: {called}", p, self.state_tensors(p), self.matrix_layouts)
 
-    def program(self, stacks: list[Stack]) -> Program:
-        """One chunk's step; no rank needs whole matrices."""
-        engine = self.engine
-        matrices = [stack.matrix for stack in stacks]
-        with fp32_products("highest"):
-            B = [stack.state(MOMENTUM_BUFFER) + stack.gradient for stack in stacks]
-            Q = [stack.owned(BASIS) for stack in stacks]
-            products = engine.side_sums([b @ q for b, q in zip(B, Q, strict=True)], matrices, 0)
-            P = []  # P = orth(B Q)
-            for stack, x in zip(stacks, products, strict=True):
-                P.append(orthonormal(x, stack, engine.shard(stack.matrix)))
-            R = engine.side_sums([b.mT @ p for b, p in zip(B, P, strict=True)], matrices, 1)  # R = B^T P
-            updates = []
-            for stack, b, p, r, q in zip(stacks, B, P, R, Q, strict=True):
-                updates.append([self._moved(stack, b, p, r, q)])
-            subtract(stacks, updates, engine)  # W -= lr (weight_decay W + sqrt(m / n) P Q^T)
-        yield from ()
+    @fp32_products("highest")
+    def _run(self, chunks: Sequence[Sequence[Chunk]]) -> None:
+        super()._run(chunks)
 
-    def _moved(self, stack: Stack, B: Tensor, P: Tensor, R: Tensor, Q: Tensor) -> Tensor:
-        """``M = B - (1 - mu) P R^T`` and ``Q = R / |R|``; returns ``sqrt(m / n) P Q^T`` in the memory of ``B``."""
+    def update(self, stack: Stack) -> Rule:
+        """``sqrt(m / n) P Q^T``, in the memory of ``B``; also ``M`` and ``Q``. No rank needs whole matrices."""
         shard = self.engine.shard(stack.matrix)
+        B = stack.state(MOMENTUM_BUFFER) + stack.gradient
+        Q = stack.owned(BASIS)
+        P = orthonormal((yield from stack.side_sums(B @ Q, 0)), stack, shard)  # P = orth(B Q)
+        R = yield from stack.side_sums(B.mT @ P, 1)  # R = B^T P
         columns = R[:, shard.left : shard.right]
-        B.baddbmm_(P, columns.mT, alpha=stack.group["momentum"] - 1)
+        B.baddbmm_(P, columns.mT, alpha=stack.group["momentum"] - 1)  # M = B - (1 - mu) P R^T
         stack.keep(MOMENTUM_BUFFER, B)
         norms = torch.linalg.vector_norm(R, dim=1, keepdim=True, dtype=torch.float64).to(R.dtype)
         Q = torch.where(norms > 0, columns / norms, Q)  # a column that is left out of P keeps its direction

@@ -19,7 +19,7 @@ from megatron_eopt.settings.values import ABOVE_0_UP_TO_1, Scalar
 from megatron_eopt.step.foreach import where
 from megatron_eopt.step.parameters import DescribedMatrix, TensorParallelGroups
 from megatron_eopt.step.state import StateTensor
-from megatron_eopt.step.whole_matrices import MatrixPlan, Stack, StackedOptimizer
+from megatron_eopt.step.whole_matrices import MatrixPlan, Rule, Stack, StackedOptimizer
 
 MOMENTUM_SUM = "momentum_sum"  # no average, so that no first moment of Adam's is taken for it
 
@@ -115,13 +115,9 @@ class Dion2(StackedOptimizer):
         """Of what comes back: an update and a momentum."""
         return 2 * prod(plan.layout.shape)
 
-    def gathered(self, stack: Stack) -> list[Tensor]:
-        """``M + G``."""
-        return [stack.state(MOMENTUM_SUM) + stack.gradient]
-
-    def updated(self, stack: Stack, *whole: Tensor) -> list[Tensor]:
-        """Updates, zero where nothing is selected, and momenta after error feedback, which overwrite ``whole``."""
-        [M] = whole
+    def update(self, stack: Stack) -> Rule:
+        """``O`` of what is selected, zero elsewhere; also ``M``, with error feedback."""
+        [M] = yield from stack.gather(stack.state(MOMENTUM_SUM) + stack.gradient)
         rows, cols = M.shape[1:]
         x = M if rows <= cols else M.mT
         order = x.abs().sum(2, dtype=torch.float64).argsort(dim=1, descending=True, stable=True)
@@ -131,4 +127,6 @@ class Dion2(StackedOptimizer):
         O = iteration(selected) * muon_scale_factor(rows, cols, "unit_rms_norm")
         update = torch.zeros_like(x).scatter_(1, S, O)
         x.scatter_(1, S, where(stack.ok, selected * stack.group["momentum"], selected))
-        return [update if rows <= cols else update.mT, M]
+        update, M = yield from stack.scatter(update if rows <= cols else update.mT, M)
+        stack.keep(MOMENTUM_SUM, M)
+        return update

@@ -29,7 +29,7 @@ from megatron_eopt.step.loaded_state import check_finite
 from megatron_eopt.step.nonfinite import Flag
 from megatron_eopt.step.parameters import DescribedMatrix, names_of_last
 from megatron_eopt.step.state import MOMENTUM_BUFFER, StateTensor
-from megatron_eopt.step.whole_matrices import WEIGHT, MatrixPlan, Member, Program, Stack, StackedOptimizer
+from megatron_eopt.step.whole_matrices import WEIGHT, Chunk, MatrixPlan, Member, Program, StackedOptimizer
 
 logger = logging.getLogger(__name__)
 
@@ -280,8 +280,9 @@ class DistributedMuon(StackedOptimizer):
         self._consolidated = None
         super()._take(ok)
 
-    def program(self, stacks: list[Stack]) -> Program:
+    def _worked(self, chunk: Chunk) -> Program:
         """One chunk's step: see :class:`DistributedMuon`."""
+        stacks = chunk.stacks
         parameters = [member.parameter for stack in stacks for member in stack.members]
         factors = yield from self._exchanged(parameters, stacks[0].ok)
         for stack in stacks:
@@ -294,6 +295,7 @@ class DistributedMuon(StackedOptimizer):
             foreach.scale(weights, 1 - stack.decay, stack.ok)
             scale = muon_scale_factor(*stack.matrix.shape, _SCALE)
             foreach.subtract(weights, updates, stack.group["lr"] * scale, stack.ok)
+        chunk.end()
 
     def _exchanged(self, parameters: Sequence[Tensor], ok: Flag) -> Generator[None, None, Mapping[int, Tensor]]:
         """Compute this rank's factor, and wait for those of all ranks; yields while they travel."""

@@ -19,6 +19,7 @@ from megatron_eopt.step.whole_matrices import (
     CLOCK,
     EXP_AVG,
     MatrixPlan,
+    Rule,
     Stack,
     StackedOptimizer,
     first_moment,
@@ -164,16 +165,16 @@ class PSGDKron(StackedOptimizer):
         # torch makes a step at rate 0 to begin a state, which is none of the run
         return isinstance(group["lr"], Tensor) or group["lr"] != 0
 
-    def gathered(self, stack: Stack) -> list[Tensor]:
-        """Momenta."""
+    def update(self, stack: Stack) -> Rule:
+        """``U = P M``; also ``M``, ``Q_L``, ``Q_R`` and their bounds."""
         _, momentum = first_moment(stack, stack.group["momentum"])
-        return [momentum]
+        [momentum] = yield from stack.gather(momentum)
+        if momentum.numel():
+            momentum = self._whitened(stack, momentum)
+        [update] = yield from stack.scatter(momentum)
+        return update
 
-    def updated(self, stack: Stack, *whole: Tensor) -> list[Tensor]:
-        """``U = P M``; also ``Q_L``, ``Q_R`` and their bounds."""
-        (momentum,) = whole
-        if not momentum.numel():
-            return [momentum]
+    def _whitened(self, stack: Stack, momentum: Tensor) -> Tensor:
         group = stack.group
         # a momentum of zeros has nothing to fit to, as in the step without gradients by which torch begins a state
         steps = where(stack.ok, momentum.flatten(1).any(1), False)
@@ -189,4 +190,4 @@ class PSGDKron(StackedOptimizer):
         if group["max_update_rms"]:
             rms = torch.linalg.vector_norm(update, dim=(1, 2), keepdim=True) / momentum[0].numel() ** 0.5
             update.mul_((group["max_update_rms"] / rms).clamp(max=1))
-        return [update]
+        return update

@@ -32,7 +32,7 @@ from megatron_eopt.step.factored import (
 )
 from megatron_eopt.step.foreach import put
 from megatron_eopt.step.parameters import TensorParallelGroups
-from megatron_eopt.step.whole_matrices import Stack, first_moment, refreshes
+from megatron_eopt.step.whole_matrices import Rule, Stack, first_moment, refreshes
 
 Scale = Literal[ScaleMode, "none"]
 
@@ -122,15 +122,10 @@ class Preconditioning(FactoredOptimizer):
         super()._check_group(group)
         self._check_factors(group)
 
-    def gathered(self, stack: Stack) -> list[Tensor]:
-        """Gradients and momenta."""
-        return list(first_moment(stack, stack.group["momentum"]))
-
-    def updated(self, stack: Stack, *whole: Tensor) -> list[Tensor]:
-        """``U = s P_L M P_R``; also ``L``, ``R``, ``Q_L`` and ``Q_R``."""
-        gradient, update = whole
-        own = stack.own
-        if own and any(stack.has_factor):  # not without entries
+    def update(self, stack: Stack) -> Rule:
+        """``U = s P_L M P_R``; also ``M``, ``L``, ``R``, ``Q_L`` and ``Q_R``."""
+        gradient, update = yield from stack.gather(*first_moment(stack, stack.group["momentum"]))
+        if stack.own and any(stack.has_factor):  # not without entries
             left, right = self._sides(stack)
             begins = without_factors(left, right)
             with fp32_products(stack.group["fp32_matmul_prec"]):
@@ -140,7 +135,10 @@ class Preconditioning(FactoredOptimizer):
                     if self.whitens:
                         update = torch.where(begins, 0.0, update)
             self._keep_sides(stack, [left, right])
-        return [update] if stack.moves else []
+        if not stack.moves:
+            return None
+        [update] = yield from stack.scatter(update)
+        return update
 
     def _absorb(self, stack: Stack, gradient: Tensor, left: Side | None, right: Side | None, begins: Tensor) -> None:
         """Update factors with gradients, and make or turn bases."""

@@ -15,7 +15,7 @@ from megatron_eopt.settings.values import Scalar, count
 from megatron_eopt.step.eigenbases import BasisMethod
 from megatron_eopt.step.factored import Decay, FactoredOptimizer, WeightNorm, steps_taken
 from megatron_eopt.step.parameters import TensorParallelGroups
-from megatron_eopt.step.whole_matrices import EXP_AVG, Stack, first_moment
+from megatron_eopt.step.whole_matrices import EXP_AVG, Rule, Stack, first_moment
 
 EXP_AVG_SQ = "exp_avg_sq"
 
@@ -190,19 +190,19 @@ class SOAP(FactoredOptimizer):
         """Not where a gradient is seen in a basis of itself."""
         return bool(group["basis_of"] == "previous")
 
-    def gathered(self, stack: Stack) -> list[Tensor]:
-        """Gradients and both moments."""
+    def update(self, stack: Stack) -> Rule:
+        """``U = Q_L [Q_L^T M Q_R / (sqrt(V) + eps)] Q_R^T``; also ``M``, ``V``, ``L``, ``R``, ``Q_L`` and ``Q_R``."""
         gradient, momentum = first_moment(stack, stack.group["betas"][0])
-        return [gradient, momentum, stack.state(EXP_AVG_SQ)]
-
-    def updated(self, stack: Stack, *whole: Tensor) -> list[Tensor]:
-        """``U = Q_L [Q_L^T M Q_R / (sqrt(V) + eps)] Q_R^T``, and ``V``; also ``L``, ``R``, ``Q_L`` and ``Q_R``."""
-        gradient, momentum, squares = whole
-        update: Tensor | None = squares if stack.moves else None
+        gradient, momentum, squares = yield from stack.gather(gradient, momentum, stack.state(EXP_AVG_SQ))
+        update: Tensor | None = momentum
         if stack.own:
             left, right = self._sides(stack)
             matrices = Preconditioned(gradient, momentum, squares, steps_taken(stack), stack.ok, left, right)
             with fp32_products(stack.group["fp32_matmul_prec"]):
                 update = update_of(matrices, self._settings(stack), stack.first)
             self._keep_sides(stack, [left, right])
-        return [] if update is None else [update, squares]
+        if update is None or not stack.moves:
+            return None
+        update, squares = yield from stack.scatter(update, squares)
+        stack.keep(EXP_AVG_SQ, squares)
+        return update

@@ -9,7 +9,7 @@ from collections.abc import Generator, Hashable, Iterable, Mapping, Sequence, Se
 from dataclasses import dataclass, replace
 from itertools import chain, compress
 from math import prod
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,6 +44,18 @@ GRADIENT = "gradient"
 MOST_BYTES = 2**28  # of a stack of equal matrices, and of what is gathered at once, where one is not larger
 
 Program = Generator[None, None, None]
+
+
+class Request(NamedTuple):
+    """What a rule waits for."""
+
+    verb: Literal["gather", "scatter", "sum rows", "sum columns"]
+    tensors: list[Tensor]
+
+
+Rule = Generator[Request, list[Tensor], Tensor | None]
+"""Makes the update of a stack, before the rate, and changes its state. It yields where ranks wait for each other."""
+
 Loads = Counter[int | str | None]  # bytes by compute rank, and under ALL_RANKS those of every rank
 ALL_RANKS = "held"
 
@@ -174,6 +186,22 @@ class Stack:
         """Write such state back."""
         torch._foreach_copy_(self.of_each(key, self.own), list(x.unbind()))
 
+    # Verbs of rules; what is whole here waits for nobody.
+
+    def gather(self, *shards: Tensor) -> Generator[Request, list[Tensor], list[Tensor]]:
+        """Own whole matrices, of shards of all members."""
+        return list(shards) if self.spread is None else (yield Request("gather", list(shards)))
+
+    def scatter(self, *whole: Tensor) -> Generator[Request, list[Tensor], list[Tensor]]:
+        """The way back from :meth:`gather`."""
+        return list(whole) if self.spread is None else (yield Request("scatter", list(whole)))
+
+    def side_sums(self, x: Tensor, dim: int) -> Generator[Request, list[Tensor], Tensor]:
+        """Sums over ranks of what they have for rows (dim 0) or columns (members x length x k), for the whole side."""
+        if self.matrix.sharded:
+            [x] = yield Request("sum columns" if dim else "sum rows", [x])
+        return x
+
 
 class Chunk:
     """Stacks that are worked on together."""
@@ -232,9 +260,8 @@ class Chunk:
 class StackedOptimizer(BaseOptimizer):
     """Optimizers that step equal logical matrices as stacks.
 
-    Those of whole matrices say what they gather of a stack (:meth:`gathered`), and what they make of it
-    (:meth:`updated`); their groups have the setting ``max_dim``, the longest side that has a factor, by which matrices
-    are dealt to compute ranks. Others have a :meth:`program` of their own.
+    A subclass makes the update of a stack (:meth:`update`). Where that gathers whole matrices, these are dealt to
+    compute ranks by costs, which follow from the setting ``max_dim`` of groups, the longest side that has a factor.
     """
 
     takes: ClassVar[Literal["matrices", "matrices and vectors"]] = "matrices"
@@ -243,24 +270,9 @@ class StackedOptimizer(BaseOptimizer):
     _plans: dict[Tensor, list[MatrixPlan]] | None = None
     _updated: int = 0
 
-    def gathered(self, stack: Stack) -> list[Tensor]:
-        """This rank's shards of what the update is made of."""
+    def update(self, stack: Stack) -> Rule:
+        """An optimizer's algorithm; None while it makes factors alone."""
         raise NotImplementedError
-
-    def updated(self, stack: Stack, *whole: Tensor) -> list[Tensor]:
-        """Updates of own matrices, and the last of their moments; empty while factors are made."""
-        raise NotImplementedError
-
-    def program(self, stacks: list[Stack]) -> Program:
-        """One chunk's step."""
-        engine = self.engine
-        spread = [stack.spread for stack in stacks]
-        tensors = [self.gathered(stack) for stack in stacks]  # g;  M <- EMA(g)
-        tensors = yield from engine.gather_whole(tensors, spread)
-        for i, stack in enumerate(stacks):
-            tensors[i] = self.updated(stack, *tensors[i])  # U, and the state of the compute rank
-        tensors = yield from engine.scatter_back(tensors, spread)
-        subtract(stacks, tensors, engine)  # p <- (1 - lr weight_decay) p - lr U
 
     def settings(self) -> dict[str, Any]:
         """Settings that a checkpoint describes."""
@@ -456,8 +468,39 @@ class StackedOptimizer(BaseOptimizer):
                 pass
 
     def _worked(self, chunk: Chunk) -> Program:
-        yield from self.program(chunk.stacks)
+        """One chunk's step; of all its stacks one collective does what they ask for together."""
+        updates: dict[Stack, Tensor] = {}
+        running: list[tuple[Stack, Rule, Any]] = [(stack, self.update(stack), None) for stack in chunk.stacks]
+        while running:
+            asked: dict[str, list[tuple[Stack, Rule, list[Tensor]]]] = {}
+            for stack, rule, answer in running:
+                try:
+                    request = rule.send(answer)
+                except StopIteration as end:
+                    if end.value is not None:
+                        updates[stack] = end.value
+                    continue
+                asked.setdefault(request.verb, []).append((stack, rule, request.tensors))
+            running = []
+            for verb, some in sorted(asked.items()):
+                answers = yield from serve(verb, some, chunk.engine)
+                running += [(stack, rule, answer) for (stack, rule, _), answer in zip(some, answers, strict=True)]
+        subtract(updates, chunk.engine)  # W <- (1 - lr weight_decay) W - lr U
         chunk.end()
+
+
+def serve(
+    verb: str, asked: Sequence[tuple[Stack, Rule, list[Tensor]]], engine: Engine
+) -> Generator[None, None, Sequence[list[Tensor]]]:
+    """What all that ask with one verb wait for."""
+    tensors = [of_stack for _, _, of_stack in asked]
+    spread = [stack.spread for stack, _, _ in asked]
+    if verb == "gather":
+        return (yield from engine.gather_whole(tensors, spread))
+    if verb == "scatter":
+        return (yield from engine.scatter_back(tensors, spread))
+    matrices = [stack.matrix for stack, _, _ in asked]
+    return [[x] for x in engine.side_sums([x for [x] in tensors], matrices, int(verb == "sum columns"))]
 
 
 def wide(parameter: Tensor) -> torch.dtype:
@@ -480,12 +523,11 @@ def refreshes(settings: Mapping[str, Any]) -> bool:
     return bool((settings[CLOCK] - 1) % settings["precondition_frequency"] == 0)
 
 
-def subtract(stacks: Sequence[Stack], results: Sequence[Sequence[Tensor]], engine: Engine) -> None:
-    """Subtract updates, the first of each result, and write the moments that follow them, which are the last."""
-    moving = [(stack, result) for stack, result in zip(stacks, results, strict=True) if stack.moves]
-    held = [(stack, update) for stack, (update, *_) in moving if stack.holds]
+def subtract(updates: Mapping[Stack, Tensor], engine: Engine) -> None:
+    """Subtract updates of stacks from their weights."""
+    held = [(stack, update) for stack, update in updates.items() if stack.holds]
     on_spheres = steps_on_spheres(held, engine) if held else {}
-    for stack, (update, *moments) in moving:
+    for stack, update in updates.items():
         weights = stack.state(WEIGHT)
         moved = weights.to(update.dtype) * (1 - stack.decay)
         if stack in on_spheres:
@@ -495,9 +537,6 @@ def subtract(stacks: Sequence[Stack], results: Sequence[Sequence[Tensor]], engin
         else:
             moved = moved - update * stack.group["lr"]
         stack.keep(WEIGHT, where(stack.ok, moved.to(weights.dtype), weights))
-        keys = stack.chunk.optimizer.moments
-        for key, moment in zip(keys[len(keys) - len(moments) :], moments, strict=True):
-            stack.keep(key, moment)
 
 
 def steps_on_spheres(held: Sequence[tuple[Stack, Tensor]], engine: Engine) -> dict[Stack, tuple[Tensor, ...]]:

@@ -21,7 +21,7 @@ from megatron_eopt.step.foreach import where
 from megatron_eopt.step.parameters import DescribedMatrix, TensorParallelGroups, names_of_last
 from megatron_eopt.step.session import StepCache
 from megatron_eopt.step.state import MOMENTUM_BUFFER, StateTensor, check_placements
-from megatron_eopt.step.whole_matrices import Chunk, MatrixPlan, Rule, Stack, StackedOptimizer
+from megatron_eopt.step.whole_matrices import Chunk, MatrixPlan, Rule, Stack, StackedOptimizer, wide
 
 BASIS = "Q"
 NOISE = 100  # times the precision of the dtype: a column of P this much below the largest is rounding
@@ -101,7 +101,6 @@ class Dion(StackedOptimizer):
             planned=True,
         ),
     )
-    moments = (MOMENTUM_BUFFER,)
 
     def __init__(
         self,
@@ -126,13 +125,13 @@ class Dion(StackedOptimizer):
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """The momentum and each matrix's basis."""
-        wide = torch.promote_types(parameter.dtype, torch.float32)
+        dtype = wide(parameter)
         fraction = self._fraction(parameter)
         bases = []
         for i, (end, x) in enumerate(zip(self.key_ends(parameter), self.matrix_layouts(parameter), strict=True)):
             rank = rank_of(fraction, *x.shape)
-            bases.append(StateTensor(BASIS + end, ("columns", rank), i, wide, start=partial(start_basis, rank=rank)))
-        return [StateTensor(MOMENTUM_BUFFER, dtype=wide), *bases]
+            bases.append(StateTensor(BASIS + end, ("columns", rank), i, dtype, start=partial(start_basis, rank=rank)))
+        return [StateTensor(MOMENTUM_BUFFER, dtype=dtype), *bases]
 
     def _fraction(self, parameter: Tensor) -> float:
         fraction: float = self.group_of(parameter)["rank_fraction"]

@@ -19,7 +19,7 @@ from megatron_eopt.settings.values import ABOVE_0_UP_TO_1, Scalar
 from megatron_eopt.step.foreach import where
 from megatron_eopt.step.parameters import DescribedMatrix, TensorParallelGroups
 from megatron_eopt.step.state import StateTensor
-from megatron_eopt.step.whole_matrices import MatrixPlan, Rule, Stack, StackedOptimizer
+from megatron_eopt.step.whole_matrices import MatrixPlan, Rule, Stack, StackedOptimizer, wide
 
 MOMENTUM_SUM = "momentum_sum"  # no average, so that no first moment of Adam's is taken for it
 
@@ -73,7 +73,6 @@ class Dion2(StackedOptimizer):
         FACTOR_PRECISION,
         Setting("fraction", "The part of the short side of a matrix that a step selects.", ABOVE_0_UP_TO_1),
     )
-    moments = (MOMENTUM_SUM,)
     multiplies = True
 
     def __init__(
@@ -100,7 +99,7 @@ class Dion2(StackedOptimizer):
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """The momentum."""
-        return [StateTensor(MOMENTUM_SUM, dtype=torch.promote_types(parameter.dtype, torch.float32))]
+        return [StateTensor(MOMENTUM_SUM, dtype=wide(parameter))]
 
     def _plan(self, end: str, layout: Layout, longest: int) -> MatrixPlan:
         return MatrixPlan(end, layout, (False, False), cost=prod(layout.shape) * min(layout.shape))

@@ -97,8 +97,6 @@ class DistributedMuon(StackedOptimizer):
     process_group: ProcessGroup | None
     collective_state_dict: bool | None
 
-    moments = ()  # that every rank has
-
     # On the class, because torch leaves the attributes of an optimizer out of its pickles and copies.
     _consolidated: dict[str, Any] | None = None
 

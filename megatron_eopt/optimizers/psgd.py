@@ -24,6 +24,7 @@ from megatron_eopt.step.whole_matrices import (
     StackedOptimizer,
     first_moment,
     refreshes,
+    wide,
 )
 
 FACTORS = ("Q_L", "Q_R")
@@ -137,14 +138,14 @@ class PSGDKron(StackedOptimizer):
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """The momentum, and each matrix's factors and bounds."""
-        wide = torch.promote_types(parameter.dtype, torch.float32)
-        tensors = [StateTensor(EXP_AVG, dtype=wide)]
+        dtype = wide(parameter)
+        tensors = [StateTensor(EXP_AVG, dtype=dtype)]
         longest = self.group_of(parameter)["max_dim"]
         for part, plan in enumerate(self._planned(parameter)):
             for key, length in zip(FACTORS, plan.layout.shape, strict=True):
                 dims = (length, length) if length <= longest else (length,)
-                tensors.append(StateTensor(key + plan.end, dims, part, wide, plan.compute_rank))
-            tensors.append(StateTensor(BOUNDS + plan.end, (2,), part, wide, plan.compute_rank, non_negative=True))
+                tensors.append(StateTensor(key + plan.end, dims, part, dtype, plan.compute_rank))
+            tensors.append(StateTensor(BOUNDS + plan.end, (2,), part, dtype, plan.compute_rank, non_negative=True))
         return tensors
 
     def _check_together(self, group: Mapping[str, Any], settings: Mapping[str, Any]) -> None:

@@ -252,7 +252,6 @@ class Spectron(StackedOptimizer):
     newton_schulz: NewtonSchulz
     num_power_iterations: int
 
-    moments = ()
     _factors: FactorPlan  # made by prepare()
     _errors: Mapping[str, float] = {}
 
@@ -475,12 +474,13 @@ class Spectron(StackedOptimizer):
             steps = {i: False for i in steps if self._is_projected(parameters[i])}
         first = 0
         for group in self.param_groups:
-            count = len(group["params"])
-            for a in range(first, first + count, 2) if group["pairs"] else ():
-                if not steps.keys() >= {a, a + 1}:
-                    steps.pop(a, None)
-                    steps.pop(a + 1, None)
-            first += count
+            end = first + len(group["params"])
+            if group["pairs"]:
+                for A in range(first, end, 2):
+                    if not steps.keys() >= {A, A + 1}:
+                        steps.pop(A, None)
+                        steps.pop(A + 1, None)
+            first = end
         return steps
 
     @fp32_products("highest")

@@ -18,7 +18,7 @@ from megatron_eopt.step.held_norms import begin_norms, followed, radius_tensors
 from megatron_eopt.step.nonfinite import Flag
 from megatron_eopt.step.parameters import local, names_of_last
 from megatron_eopt.step.state import StateTensor
-from megatron_eopt.step.whole_matrices import CLOCK, EXP_AVG, Stack, StackedOptimizer
+from megatron_eopt.step.whole_matrices import CLOCK, EXP_AVG, Stack, StackedOptimizer, wide
 
 STEPS = "steps"
 KERNEL = "symmetric_products"
@@ -44,6 +44,7 @@ class FactoredOptimizer(StackedOptimizer):
     """
 
     own_settings: ClassVar[tuple[Setting, ...]] = (FACTOR_PRECISION,)
+    moments: ClassVar[tuple[str, ...]] = (EXP_AVG,)
     persistent_group_keys = frozenset({CLOCK})
     counters = frozenset({CLOCK})
     row_order_matters = True
@@ -69,14 +70,14 @@ class FactoredOptimizer(StackedOptimizer):
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """Moments, steps, and each matrix's factors, their eigenbases, and its norm."""
-        wide = torch.promote_types(parameter.dtype, torch.float32)
-        tensors = [StateTensor(key, dtype=wide, non_negative=key != EXP_AVG) for key in self.moments]
+        dtype = wide(parameter)
+        tensors = [StateTensor(key, dtype=dtype, non_negative=key != EXP_AVG) for key in self.moments]
         tensors.append(StateTensor(STEPS, dims=(), dtype=torch.float64, non_negative=True))
         for part, plan in enumerate(self._planned(parameter)):
             for length, has_factor, keys in zip(plan.layout.shape, plan.has_factor, SIDE_KEYS, strict=True):
                 if has_factor:
                     for key in keys:
-                        tensors.append(StateTensor(key + plan.end, (length, length), part, wide, plan.compute_rank))
+                        tensors.append(StateTensor(key + plan.end, (length, length), part, dtype, plan.compute_rank))
         if self._holds(parameter):
             tensors += radius_tensors(self.key_ends(parameter), optional=True)
         return tensors

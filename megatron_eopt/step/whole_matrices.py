@@ -265,7 +265,6 @@ class StackedOptimizer(BaseOptimizer):
     """
 
     takes: ClassVar[Literal["matrices", "matrices and vectors"]] = "matrices"
-    moments: ClassVar[tuple[str, ...]] = (EXP_AVG,)
 
     _plans: dict[Tensor, list[MatrixPlan]] | None = None
     _updated: int = 0

@@ -34,6 +34,7 @@ from megatron_eopt.optimizers.schedule_free import ScheduleFreeAdamW as Schedule
 from megatron_eopt.optimizers.scion import Scion as Scion
 from megatron_eopt.optimizers.shampoo import KLShampoo as KLShampoo
 from megatron_eopt.optimizers.shampoo import Shampoo as Shampoo
+from megatron_eopt.optimizers.sinkgd import SinkGD as SinkGD
 from megatron_eopt.optimizers.soap import SOAP as SOAP
 from megatron_eopt.optimizers.spectron import Spectron as Spectron
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon as TensorParallelMuon
@@ -427,6 +428,12 @@ _SPECS = (
             "fraction",
             Flag("momentum", "What selected rows keep of their momentum, in [0, 1)."),
         ),
+    ),
+    OptimizerSpec(
+        name="sinkgd",
+        cls=SinkGD,
+        of_muon=("split_qkv",),
+        flags=("iterations",),
     ),
 )
 """In the order of the docs."""

@@ -115,7 +115,7 @@ def state() -> str:
             tensors = state_tensors(row, MATRIX, **settings)
             said = code([row.name]) + "".join(f", `{key}={value!r}`" for key, value in settings.items())
             kept.setdefault((", ".join(map(_described, tensors)), _bytes(tensors)), []).append(said)
-    rows = [(", ".join(names), *what) for what, names in kept.items()]
+    rows = [(", ".join(names), keys or "nothing", size or "0") for (keys, size), names in kept.items()]
     return table(("", "state", "bytes"), [("`adam`", "`exp_avg`, `exp_avg_sq`", ADAM_BYTES), *rows])
 
 
@@ -377,7 +377,7 @@ def _bytes_of(row: OptimizerSpec) -> str:
     formulas = {}
     for settings in ({}, *STATE_SETTINGS.get(row.name, ())):
         formulas[_bytes(state_tensors(row, MATRIX, **settings), False)] = None
-    return ", ".join(formulas)
+    return ", ".join(formulas) or "0"
 
 
 def costs() -> str:

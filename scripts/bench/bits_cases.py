@@ -98,6 +98,7 @@ CASES = {
     "mars chunks": Case("MarsMuon", {"gamma": 0.5, **TWO_CHUNKS}, late=True),
     "dion": Case("Dion", {"weight_decay": 0.1}),
     "dion2": Case("Dion2", {"weight_decay": 0.1}),
+    "sinkgd": Case("SinkGD", {"weight_decay": 0.1}),
     "dion late": Case("Dion", {"rank_fraction": 0.5}, late=True),
     "with_adamw": Case("Muon", {"weight_decay": 0.1}, names=ALL, second={"ns_steps": 3}),
     "distributed_muon": Case("DistributedMuon", {"collective_state_dict": True}, ("one process", "DP=2")),

@@ -13,7 +13,8 @@ class Line(NamedTuple):
     dashes: str = "-"
 
 
-# Muon and its relatives are solid, Shampoo and its relatives dashed, what knows no matrices dotted, but for Adam.
+# Muon and its relatives are solid, Shampoo and its relatives dashed, what knows no matrices dotted, but for Adam,
+# and SinkGD, which has no momentum, both.
 # Colors of the same dashes differ also for the colour-blind: tests/test_pictures.py says by how much.
 LINES = {
     "adam": Line("#000000"),
@@ -27,6 +28,7 @@ LINES = {
     "mars_muon": Line("#4c4554"),
     "dion": Line("#4f92f7"),
     "dion2": Line("#076fb7"),
+    "sinkgd": Line("#2f5d3a", "-."),
     "soap": Line("#5ca265", "--"),
     "shampoo": Line("#7f4100", "--"),
     "kl_shampoo": Line("#cd00cf", "--"),

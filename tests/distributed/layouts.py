@@ -119,6 +119,8 @@ PROGRAMS = {
         without=STACKS[2:],
     ),
     "dion2": Program(name="dion2", settings={"fraction": 0.4}, calls=OWNED),
+    # of rows and of columns in each iteration, for the dtypes of tp and for expt_tp
+    "sinkgd": Program(name="sinkgd", first={"iterations": 2}, calls={"all_reduce": 2 * 5 * 3}),
     "spectron": Program(
         name="spectron",
         settings={"rank": 7, "momentum_beta": 0.8, "num_power_iterations": 2},

@@ -40,6 +40,7 @@ OWN = {
     "adamw": {"lr": 1e-2},
     "ademamix": {"lr": 1e-2},
     "psgd_kron": {"lr": 1e-3},
+    "sinkgd": {"lr": 1e-2},
     "dion": {"lr": 2e-2},
     "lion": {"lr": 1e-3},
     "signum": {"lr": 1e-3},

@@ -40,6 +40,7 @@ FLAGS = {
     "polargrad": "--lr 1e-1 --min-lr 1e-1",
     "dion": "--lr 2e-2 --min-lr 2e-2",
     "dion2": "--lr 2e-2 --min-lr 2e-2",
+    "sinkgd": "--lr 3e-3 --min-lr 3e-3",
     "signum": "--lr 1e-3 --min-lr 1e-3",
     "lion": "--lr 1e-3 --min-lr 1e-3",
 }
@@ -71,6 +72,7 @@ def run(name):
     "--optimizer mars_muon",
     "--optimizer dion",
     "--optimizer dion2",
+    "--optimizer sinkgd",
 )
 def test_two_ranks_train_as_one_and_resume_bit_for_bit(tmp_path, name):
     flags = [*run(name), "--train-iters", 6]

@@ -96,7 +96,7 @@ BESIDE = {  # run by `make test-full` alone
     "dion2": ["--optimizer", "dion2", "--dion2-fraction", 0.75],
     **{
         name: ["--optimizer", name]
-        for name in ("polargrad", "muon_hyperball", "mars_muon", "schedule_free_adamw", "dion")
+        for name in ("polargrad", "muon_hyperball", "mars_muon", "schedule_free_adamw", "dion", "sinkgd")
     },
 }
 SOONER = {"muon", "soap", "spectron"}  # than the wide subset, with two tensor-parallel ranks

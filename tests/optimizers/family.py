@@ -42,7 +42,10 @@ VARIANTS = {
 }
 ELEMENTWISE = tuple(name for name, row in OPTIMIZERS.items() if row.owns == "all")
 FOR_VECTORS = tuple(name for name, row in OPTIMIZERS.items() if row.vectors)
+WITHOUT_STATE = {"sinkgd"}
+WITH_STATE = [name for name in OPTIMIZERS if name not in WITHOUT_STATE]
 every = pytest.mark.parametrize("name", OPTIMIZERS)
+every_with_state = pytest.mark.parametrize("name", WITH_STATE)
 
 
 def _users(params, **settings):
@@ -60,6 +63,7 @@ def _with_adamw(params, **settings):
 FURTHER = {"with_adamw": _with_adamw, "distributed_muon": DistributedMuon, "users_own": _users}
 every_variant = pytest.mark.parametrize("name", [*VARIANTS, *FURTHER])
 every_class = pytest.mark.parametrize("name", [*OPTIMIZERS, *FURTHER])
+every_class_with_state = pytest.mark.parametrize("name", [*WITH_STATE, *FURTHER])
 
 
 def build(name, params, **settings):

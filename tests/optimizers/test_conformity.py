@@ -18,6 +18,7 @@ from tests.optimizers.family import (
     build,
     every,
     every_class,
+    every_class_with_state,
     every_variant,
     having,
     matrices,
@@ -88,6 +89,7 @@ OF_GROUPS = {
     "mars_muon": {"gamma": 0.3, "momentum": 0.8},
     "dion": {"rank_fraction": 1.0, "momentum": 0.5},
     "dion2": {"fraction": 1.0, "momentum": 0.5},
+    "sinkgd": {"iterations": 1, "weight_decay": 0.3},
     "with_adamw": {"momentum": 0.5, "ns_steps": 8},
     "distributed_muon": {"momentum": 0.5, "ns_steps": 8},
     "users_own": {"momentum_beta": 0.5, "weight_decay_method": "palm"},
@@ -443,7 +445,7 @@ def test_the_state_of_a_parameter_that_made_no_step_loads_with_what_users_keep_t
     assert all(other.state[p]["mine"] == 1 for p in other.param_groups[0]["params"])
 
 
-@every_class
+@every_class_with_state
 def test_a_tensor_that_users_put_in_the_state_is_taken_and_the_others_are_made(name):
     plain, own, began = (build(name, matrices()) for _ in range(3))
     began.state_dict() if name == "with_adamw" else began.init_state()

@@ -39,6 +39,7 @@ LIMITS = {
     "spectron": (1500, "spectron", {"rank": 16}),
     "dion": (1500, "dion", {}),
     "dion2": (1500, "dion2", {}),
+    "sinkgd": (1500, "sinkgd", {}),
     "soap": (1500, "soap", {}),
     "psgd_kron": (1800, "psgd_kron", {}),
     "soap refreshed": (1500, "soap", {"precondition_frequency": 1}),

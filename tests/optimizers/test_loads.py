@@ -14,7 +14,17 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from megatron_eopt import DistributedMuon, Lion, TensorParallelMuon
 from megatron_eopt.optimizers.orthogonalized import OrthogonalizedOptimizer
 from megatron_eopt.optimizers.with_adamw import Muon
-from tests.optimizers.family import OPTIMIZERS, build, every, every_class, every_variant, matrices, take
+from tests.optimizers.family import (
+    OPTIMIZERS,
+    build,
+    every,
+    every_class,
+    every_class_with_state,
+    every_variant,
+    every_with_state,
+    matrices,
+    take,
+)
 from tests.plain.made import assert_same
 
 
@@ -80,7 +90,7 @@ def test_values_that_are_not_finite_are_refused_by_name_whatever_the_key(name):
             assert_refused(optimizer, saved, "not finite", repr(key), called)
 
 
-@every_class
+@every_class_with_state
 def test_what_a_state_cannot_have_is_refused_by_name(name):
     """No tensor, a value that only a wider dtype can hold, and nothing beside others."""
     for found in (None, [[0.0, 1.0]]):
@@ -106,7 +116,7 @@ def required(name):
     return [tensor.key for tensor in optimizer.state_tensors(p) if not tensor.optional]
 
 
-@every
+@every_with_state
 @pytest.mark.parametrize("left", ["no entry", "an empty one"])
 def test_a_parameter_without_state_beside_others_is_named(name, left, caplog):
     """As a parameter is that never had a gradient, which a state dict leaves out."""
@@ -157,7 +167,7 @@ def test_states_that_say_all_there_is_are_loaded_without_a_word(name, caplog):
     assert not [record.getMessage() for record in caplog.records if "anew" in record.getMessage()]
 
 
-@every
+@every_with_state
 def test_a_state_of_groups_alone_is_told(name, caplog):
     """As torch's optimizers save it before their first step, and as a lost one looks."""
     saved, optimizer = saved_and_other(name)
@@ -181,7 +191,7 @@ def test_what_belongs_to_no_parameter_stays_and_changes_no_step(name):
         assert torch.equal(p, q)
 
 
-@every_class
+@every_class_with_state
 def test_names_of_the_model_are_in_the_message(name):
     if name == "with_adamw":
         return
@@ -537,7 +547,7 @@ def test_squares_norms_and_counts_below_0_are_refused(name):
         assert_refused(optimizer, saved, "below 0", repr(key), "parameter 1 of group 0")
 
 
-@every_class
+@every_class_with_state
 def test_sparse_and_complex_tensors_are_refused(name):
     for made in (torch.Tensor.to_sparse, lambda x: torch.complex(x, x)):
         saved, optimizer = saved_and_other(name)

@@ -48,6 +48,7 @@ OTHERS = {
     "beta3_warmup": 7,
     "rank": 2,
     "num_ns_steps": 3,
+    "iterations": 2,
     "weight_decay_method": "independent",
 }
 # What has an effect beside another setting only.

@@ -82,7 +82,9 @@ TABLE = {
         *refused(NO_NUMBER, (0.9, TWO), (0.9, "0.9")),
     ],
     **dict.fromkeys(["alpha_warmup", "beta3_warmup", "warmup_steps", "max_dim"], count(0)),
-    **dict.fromkeys(["rank", "num_power_iterations", "precond_decay_steps", "precondition_frequency"], count(1)),
+    **dict.fromkeys(
+        ["rank", "num_power_iterations", "iterations", "precond_decay_steps", "precondition_frequency"], count(1)
+    ),
     "workspace": count(1, "2GiB", None),
     "num_ns_steps": [*NS_STEPS, (7, "cannot be served in 7 Newton-Schulz steps")],
     "ns_steps": NS_STEPS,

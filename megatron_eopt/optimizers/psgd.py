@@ -168,8 +168,7 @@ class PSGDKron(StackedOptimizer):
 
     def update(self, stack: Stack) -> Rule:
         """``U = P M``; also ``M``, ``Q_L``, ``Q_R`` and their bounds."""
-        _, momentum = first_moment(stack, stack.group["momentum"])
-        [momentum] = yield from stack.gather(momentum)
+        [momentum] = yield from stack.gather(first_moment(stack, stack.group["momentum"])[1])
         if momentum.numel():
             momentum = self._whitened(stack, momentum)
         [update] = yield from stack.scatter(momentum)

@@ -21,7 +21,7 @@ from megatron_eopt.step.foreach import where
 from megatron_eopt.step.parameters import DescribedMatrix, TensorParallelGroups, names_of_last
 from megatron_eopt.step.session import StepCache
 from megatron_eopt.step.state import MOMENTUM_BUFFER, StateTensor, check_placements
-from megatron_eopt.step.whole_matrices import Chunk, MatrixPlan, Rule, Stack, StackedOptimizer, wide
+from megatron_eopt.step.whole_matrices import GRADIENT, Chunk, MatrixPlan, Rule, Stack, StackedOptimizer, wide
 
 BASIS = "Q"
 NOISE = 100  # times the precision of the dtype: a column of P this much below the largest is rounding
@@ -163,7 +163,8 @@ class Dion(StackedOptimizer):
     def update(self, stack: Stack) -> Rule:
         """``sqrt(m / n) P Q^T``, in the memory of ``B``; also ``M`` and ``Q``. No rank needs whole matrices."""
         shard = self.engine.shard(stack.matrix)
-        B = stack.state(MOMENTUM_BUFFER) + stack.gradient
+        B = stack.state(MOMENTUM_BUFFER)
+        B = where(stack.ok, B + stack.state(GRADIENT), B)  # B = M + G
         Q = stack.owned(BASIS)
         P = orthonormal((yield from stack.side_sums(B @ Q, 0)), stack, shard)  # P = orth(B Q)
         R = yield from stack.side_sums(B.mT @ P, 1)  # R = B^T P

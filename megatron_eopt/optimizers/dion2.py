@@ -19,7 +19,7 @@ from megatron_eopt.settings.values import ABOVE_0_UP_TO_1, Scalar
 from megatron_eopt.step.foreach import where
 from megatron_eopt.step.parameters import DescribedMatrix, TensorParallelGroups
 from megatron_eopt.step.state import StateTensor
-from megatron_eopt.step.whole_matrices import MatrixPlan, Rule, Stack, StackedOptimizer, wide
+from megatron_eopt.step.whole_matrices import GRADIENT, MatrixPlan, Rule, Stack, StackedOptimizer, wide
 
 MOMENTUM_SUM = "momentum_sum"  # no average, so that no first moment of Adam's is taken for it
 
@@ -116,7 +116,8 @@ class Dion2(StackedOptimizer):
 
     def update(self, stack: Stack) -> Rule:
         """``O`` of what is selected, zero elsewhere; also ``M``, with error feedback."""
-        [M] = yield from stack.gather(stack.state(MOMENTUM_SUM) + stack.gradient)
+        M = stack.state(MOMENTUM_SUM)
+        [M] = yield from stack.gather(where(stack.ok, M + stack.state(GRADIENT), M))
         rows, cols = M.shape[1:]
         x = M if rows <= cols else M.mT
         order = x.abs().sum(2, dtype=torch.float64).argsort(dim=1, descending=True, stable=True)

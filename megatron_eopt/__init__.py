@@ -24,9 +24,11 @@ if TYPE_CHECKING:  # type checkers and editors find the names where they are
     from megatron_eopt.registry import get_optimizer_entry as get_optimizer_entry
     from megatron_eopt.registry import list_optimizers as list_optimizers
     from megatron_eopt.registry import register_optimizer as register_optimizer
+    from megatron_eopt.settings.execution import Execution as Execution
 
 _MODULES = {  # of the names that :mod:`megatron_eopt.family` has not
     "DistributedMuon": "optimizers",
+    "Execution": "settings.execution",
     "OrthogonalizedOptimizer": "optimizers",
     "factor_pairs": "optimizers",
     "Muon": "optimizers.with_adamw",

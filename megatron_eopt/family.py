@@ -5,7 +5,6 @@ of the doctor, what a checkpoint must hold, tables of the docs (``python scripts
 A new optimizer needs its file, its import here, and its row.
 """
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from inspect import Parameter
@@ -14,11 +13,10 @@ from typing import Any, Literal, get_args
 from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.from_config import (
+    execution_from,
     get_qkv_split_shapes,
     kwargs_from_config,
-    momentum_dtype_from,
     symmetric_products_from,
-    workspace_from,
 )
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon as TensorParallelAdaptiveMuon
 from megatron_eopt.optimizers.ademamix import AdEMAMix as AdEMAMix
@@ -134,18 +132,21 @@ class OptimizerSpec:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "vectors", self.vectors or self.owns == "all")
-        known = settings_of(self.cls)
+        known = self.settings
         flags = [Flag(each) if isinstance(each, str) else each for each in self.flags]
         object.__setattr__(self, "flags", tuple(flag.completed(self.name, known) for flag in flags))
 
     @property
-    def arguments(self) -> Mapping[str, Parameter]:
-        """Arguments of the constructor."""
-        return inspect.signature(self.cls).parameters
+    def settings(self) -> Mapping[str, Setting]:
+        """Arguments of the constructor, and what ``execution`` has."""
+        known = settings_of(self.cls)
+        if "execution" not in known:
+            return known
+        return {**known, **{setting.name: setting for setting in EXECUTION}}
 
     def takes(self, setting: str) -> bool:
-        """Whether the constructor has this argument."""
-        return setting in self.arguments
+        """Whether the optimizer has a setting."""
+        return setting in self.settings
 
     def config_to_kwargs(self, config: Any, model_chunks: Sequence[Any], pg_collection: Any) -> dict[str, Any]:
         """Arguments of the constructor from Megatron's config.
@@ -160,9 +161,10 @@ class OptimizerSpec:
         of_muon = kwargs_from_config(self.cls, "muon", config)
         kwargs = {setting: value for setting, value in of_muon.items() if setting in self.of_muon}
         kwargs |= kwargs_from_config(self.cls, self.name, config)
-        kwargs |= symmetric_products_from(config) if self.takes("symmetric_products") else {}
-        kwargs |= workspace_from(config) if self.takes("workspace") else {}
-        kwargs |= momentum_dtype_from(config) if self.takes("momentum_dtype") else {}
+        if self.takes("execution"):
+            kwargs["execution"] = execution_from(config, pg_collection)
+        elif self.takes("symmetric_products"):
+            kwargs |= symmetric_products_from(config)
         if not self.cls.decays_weights:
             kwargs["weight_decay"] = 0.0
         if hasattr(config, f"{self.betas}_beta1"):
@@ -177,8 +179,6 @@ class OptimizerSpec:
                 if model.num_attention_heads and model.num_query_groups and model.kv_channels:
                     kwargs["qkv_split_shapes"] = get_qkv_split_shapes(model)
             kwargs["pg_collection"] = pg_collection
-            if self.takes("data_parallel_group") and getattr(config, "muon_share_over_dp", False):
-                kwargs["data_parallel_group"] = pg_collection.dp_cp
         return kwargs
 
 
@@ -403,7 +403,7 @@ _SPECS = (
     OptimizerSpec(
         name="muon_hyperball",
         cls=MuonHyperball,
-        of_muon=(*OF_ITERATION, *names_of(MOMENTUM + SECOND_MOMENT)),
+        of_muon=(*OF_ITERATION, *names_of(MOMENTUM), "moment2_method", "beta2", "eps"),
     ),
     OptimizerSpec(
         name="mars_muon",

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from math import ceil, inf
 from typing import Any
 
-import torch
-
 from megatron_eopt.orthogonalize.choices import check_choice
+from megatron_eopt.settings.execution import Execution
+from megatron_eopt.settings.of_class import arguments_of
 from megatron_eopt.settings.records import MOMENTUM_DTYPES
 
 
@@ -34,8 +34,8 @@ def constructor_arguments(made_by: Callable[..., Any]) -> list[inspect.Parameter
         left = constructor_arguments(made_by.func)[len(made_by.args) :]
         return [argument.replace(default=made_by.keywords.get(argument.name, argument.default)) for argument in left]
     if isinstance(made_by, type):
-        return list(inspect.signature(made_by.__init__).parameters.values())[1:]  # type: ignore[misc]
-    return list(inspect.signature(made_by).parameters.values())
+        return arguments_of(made_by.__init__)[1:]  # type: ignore[misc]
+    return arguments_of(made_by)
 
 
 def with_fields(config: Any, **values: Any) -> Any:
@@ -46,24 +46,38 @@ def with_fields(config: Any, **values: Any) -> Any:
     return copied
 
 
-def workspace_from(config: Any) -> dict[str, int]:
-    """The argument ``workspace``, in bytes; ``--optimizer-workspace`` is in GiB."""
+def execution_from(config: Any, pg_collection: Any) -> Execution:
+    """The argument ``execution`` of Muon and its relatives."""
+    given = symmetric_products_from(config) | workspace_from(config) | momentum_dtype_from(config)
+    for name in ("symmetric_products", "step_kernels", "cuda_graphs"):
+        value = getattr(config, f"muon_{name}", None)
+        if value is not None:
+            given.setdefault(name, value)
+    if hasattr(config, "offload_fraction"):
+        given["offload_fraction"] = config.offload_fraction
+    if getattr(config, "muon_share_over_dp", False):
+        given["data_parallel_group"] = pg_collection.dp_cp
+    return Execution(**given)
+
+
+def workspace_from(config: Any) -> dict[str, Any]:
+    """The setting ``workspace``, in bytes; ``--optimizer-workspace`` is in GiB."""
     gib = getattr(config, "optimizer_workspace", None)
     if gib is not None and not 0 < gib < inf:
         raise ValueError(f"--optimizer-workspace must be a finite number of GiB above 0, got {gib}")
     return {} if gib is None else {"workspace": ceil(gib * 2**30)}
 
 
-def momentum_dtype_from(config: Any) -> dict[str, torch.dtype]:
-    """The argument ``momentum_dtype``; none for the default ``fp32``."""
+def momentum_dtype_from(config: Any) -> dict[str, Any]:
+    """The setting ``momentum_dtype``; none for the default ``fp32``."""
     name = getattr(config, "optimizer_momentum_dtype", "fp32")
     check_choice("--optimizer-momentum-dtype", name, MOMENTUM_DTYPES)
     dtype = MOMENTUM_DTYPES[name]
     return {} if dtype is None else {"momentum_dtype": dtype}
 
 
-def symmetric_products_from(config: Any) -> dict[str, str]:
-    """The argument ``symmetric_products``, of Megatron's ``--muon-use-syrk``."""
+def symmetric_products_from(config: Any) -> dict[str, Any]:
+    """The setting ``symmetric_products``, of Megatron's ``--muon-use-syrk``."""
     if not getattr(config, "muon_use_syrk", False):
         return {}
     named = getattr(config, "muon_symmetric_products", None)

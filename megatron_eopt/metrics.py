@@ -17,9 +17,9 @@ from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.optimizers.with_adamw import Muon
 from megatron_eopt.parallel.exchange import gather
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, name_of
-from megatron_eopt.settings.groups import METHOD
 from megatron_eopt.step.base import BaseOptimizer
 from megatron_eopt.step.foreach import decay_power
+from megatron_eopt.step.modifiers import is_cautious
 from megatron_eopt.step.parameters import local, parameters_in, sharing_groups
 
 Metrics = dict[str, dict[str, float]]
@@ -119,10 +119,10 @@ class Sample:
             return 0.0, 0
         index, parameter, before = self._middle[optimizer]
         group = optimizer.group_of(parameter)
-        settings = optimizer.effective(group)
+        method = optimizer.decay_method(group)
         moved = update = before - local(parameter)
-        if settings[METHOD] != "l2" and not settings["cautious_weight_decay"]:
-            update = moved - decay_power(float(group["lr"]), settings[METHOD]) * float(group["weight_decay"]) * before
+        if method != "l2" and not is_cautious(group):
+            update = moved - decay_power(float(group["lr"]), method) * float(group["weight_decay"]) * before
         engine = optimizer.prepare()
         found = list[float]()
         for matrix, x in zip(engine.matrices[index], engine.split([index], [update]), strict=True):

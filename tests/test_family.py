@@ -1,7 +1,6 @@
 """What the table says of each optimizer is what the optimizer, and Megatron's command line, have."""
 
 import argparse
-import inspect
 import re
 from types import SimpleNamespace
 
@@ -50,6 +49,17 @@ def config(row, **settings):
 MODEL = [SimpleNamespace(config=SimpleNamespace(num_attention_heads=0, num_query_groups=0, kv_channels=0))]
 
 
+# Settings of execution, each with a value that is not the default.
+OF_EXECUTION = {"symmetric_products": "torch", "step_kernels": "torch", "cuda_graphs": True}
+OF_EXECUTION |= dict.fromkeys(["workspace", "offload_fraction", "momentum_dtype", "data_parallel_group"])
+FLAGGED = {key: value for key, value in OF_EXECUTION.items() if value is not None}
+
+
+def value_of(setting, kwargs):
+    """What an optimizer is built with."""
+    return kwargs[setting] if setting in kwargs else getattr(kwargs["execution"], setting)
+
+
 def test_every_row_is_an_optimizer_of_the_registry_and_a_name_of_the_package():
     assert sorted(OPTIMIZERS) == list_optimizers()
     assert len(OPTIMIZERS) == len(CLASSES)
@@ -60,7 +70,7 @@ def test_every_row_is_an_optimizer_of_the_registry_and_a_name_of_the_package():
 
 @rows
 def test_flags_are_arguments_of_the_constructor(row):
-    arguments = inspect.signature(row.cls).parameters
+    arguments = row.settings
     lions_betas = {"beta1", "beta2"} if "betas" in arguments and row.betas == row.name else set()
     for flag in row.flags:
         if flag.setting in lions_betas or (row.name == "muon" and flag.setting in OF_MUON):
@@ -71,7 +81,7 @@ def test_flags_are_arguments_of_the_constructor(row):
             assert arguments[flag.setting].default == flag.default, flag.name
     of_muons_flags = {flag.setting for flag in OPTIMIZERS["muon"].flags} & set(row.of_muon)
     assert of_muons_flags <= arguments.keys()
-    assert set(MUON) <= inspect.signature(megatron_eopt.TensorParallelMuon).parameters.keys()
+    assert set(MUON) <= OPTIMIZERS["muon"].settings.keys()
 
 
 @rows
@@ -80,7 +90,7 @@ def test_a_run_without_its_flags_builds_it_with_their_defaults(row):
     optimizer = row.cls(matrices(96, 64), **kwargs)
     for flag in row.flags:
         if row.takes(flag.setting) and flag.setting not in OF_MUON:
-            assert kwargs[flag.setting] == flag.default
+            assert value_of(flag.setting, kwargs) == flag.default
     assert optimizer.param_groups[0]["lr"] == 0.1
     assert optimizer.param_groups[0]["weight_decay"] == (0.2 if row.cls.decays_weights else 0.0)
 
@@ -89,11 +99,14 @@ def test_a_run_without_its_flags_builds_it_with_their_defaults(row):
 def test_its_flags_and_what_it_takes_of_muons_reach_it(row):
     own = {flag.setting for flag in row.flags}
     for flag in row.flags:
-        if row.takes(flag.setting) and flag.setting not in OF_MUON:
+        if row.takes(flag.setting) and flag.setting not in OF_MUON | OF_EXECUTION.keys():
             given = not flag.default if isinstance(flag.default, bool) else f"another than {flag.default}"
             kwargs = row.config_to_kwargs(config(row, **{flag.dest: given}), MODEL, None)
             assert kwargs[flag.setting] == given
-    for setting in {setting for setting in MUON if row.takes(setting)} - own:
+    for setting, given in FLAGGED.items() if row.takes("execution") else ():
+        kwargs = row.config_to_kwargs(config(row, **{f"muon_{setting}": given}), MODEL, None)
+        assert value_of(setting, kwargs) == given
+    for setting in {setting for setting in MUON if row.takes(setting)} - own - OF_EXECUTION.keys():
         kwargs = row.config_to_kwargs(config(row, **{f"muon_{setting}": "given"}), MODEL, None)
         assert (kwargs.get(setting) == "given") is (setting in row.of_muon or row.name == "muon"), setting
 

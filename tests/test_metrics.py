@@ -13,7 +13,15 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import megatron_eopt
-from megatron_eopt import DistributedMuon, OptimizerConfig, TensorParallelMuon, build_optimizer, metrics, watch
+from megatron_eopt import (
+    DistributedMuon,
+    Execution,
+    OptimizerConfig,
+    TensorParallelMuon,
+    build_optimizer,
+    metrics,
+    watch,
+)
 from megatron_eopt.metrics import line
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_workspace import OPTIMIZERS, stepped
@@ -201,7 +209,7 @@ def of_ranks(rank, ranks):
     for mode in MODES:
         stepped(steps_of(mode, OPTIMIZERS["muon"]), rank, ranks, tp_mode=mode, fp32_matmul_prec="highest")
     make = steps_of("in host memory", OPTIMIZERS["muon"])
-    stepped(make, rank, ranks, tp_mode="owner", fp32_matmul_prec="highest", offload_fraction=0.5)
+    stepped(make, rank, ranks, tp_mode="owner", fp32_matmul_prec="highest", execution=Execution(offload_fraction=0.5))
     parameters = [nn.Parameter(matrix(8, 6, seed)) for seed in range(3)]
     seen = watched(optimizer := DistributedMuon(parameters, lr=0.1, collective_state_dict=False))
     step(parameters, optimizer, [matrix(8, 6, 5 + seed) for seed in range(3)])

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_eopt import OrthogonalizedOptimizer, registry
+from megatron_eopt import Execution, OrthogonalizedOptimizer, registry
 from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.optimizers import TensorParallelMuon
 from megatron_eopt.optimizers.soap import SOAP
@@ -140,10 +140,9 @@ def test_muon_from_a_config():
     assert (group["lr"], group["momentum"], group["weight_decay"], group["nesterov"]) == (0.1, 0.8, 0.2, True)
     assert optimizer.use_decoupled_weight_decay is True  # Megatron's field is of Adam alone
     assert (optimizer.split_qkv, optimizer.qkv_split_shapes) == (True, (64, 16, 16))
-    iteration = optimizer.newton_schulz
-    assert (iteration.steps, iteration.coefficient_type) == (6, "polar_express")
-    assert (optimizer.scale_mode, optimizer.extra_scale_factor) == ("unit_rms_norm", 0.3)
-    assert (optimizer.tp_mode, iteration.fp32_matmul_prec) == ("distributed", "highest")
+    assert (group["num_ns_steps"], group["coefficient_type"]) == (6, "polar_express")
+    assert (group["scale_mode"], group["extra_scale_factor"]) == ("unit_rms_norm", 0.3)
+    assert (optimizer.tp_mode, optimizer.fp32_matmul_prec) == ("distributed", "highest")
     init_state(optimizer)
     assert torch.equal(optimizer.state[group["params"][0]]["momentum_buffer"], torch.zeros(4, 4))
 
@@ -154,10 +153,9 @@ def built(name, **said):
 
 def test_the_workspace_of_a_config_is_in_gib_and_momenta_are_fp32_or_bf16():
     for name in ("muon", "adaptive_muon", "scion"):
-        assert built(name).workspace == 2**31
-        assert built(name, optimizer_workspace=0.5).workspace == 2**29
-        assert built(name).momentum_dtype is built(name, optimizer_momentum_dtype="fp32").momentum_dtype is None
-        assert built(name, optimizer_momentum_dtype="bf16").momentum_dtype is torch.bfloat16
+        assert built(name).execution == built(name, optimizer_momentum_dtype="fp32").execution == Execution()
+        assert built(name, optimizer_workspace=0.5).execution == Execution(workspace=2**29)
+        assert built(name, optimizer_momentum_dtype="bf16").execution == Execution(momentum_dtype=torch.bfloat16)
     built("lion", optimizer_workspace=0.5)  # which has nothing to bound
     for wrong in (0.0, float("inf"), float("nan")):
         with pytest.raises(ValueError, match=f"--optimizer-workspace must be .* GiB above 0, got {wrong}"):
@@ -301,7 +299,8 @@ def test_megatrons_flag_for_symmetric_products_names_the_kernel(name):
     def asked(**settings):
         fields = {"decoupled_weight_decay": True, "muon_symmetric_products": None, "muon_use_syrk": True, **settings}
         given = config(**fields)
-        return registry.EMERGING_OPTIMIZERS[name].config_to_kwargs(given, model(), None)["symmetric_products"]
+        kwargs = registry.EMERGING_OPTIMIZERS[name].config_to_kwargs(given, model(), None)
+        return kwargs["execution"].symmetric_products if "execution" in kwargs else kwargs["symmetric_products"]
 
     assert asked() == asked(muon_symmetric_products="triton") == "triton"
     assert asked(muon_use_syrk=False) is None

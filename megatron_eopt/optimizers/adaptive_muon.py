@@ -9,14 +9,14 @@ from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.kernels.precision import MatmulPrecision
 from megatron_eopt.optimizers.second_moment import adaptive_muon
-from megatron_eopt.optimizers.tensor_parallel_muon import Execution, TensorParallelMuon
+from megatron_eopt.optimizers.tensor_parallel_muon import Modifiers, TensorParallelMuon
 from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.scale import ScaleMode
 from megatron_eopt.parallel.plan_records import TpMode
 from megatron_eopt.parallel.scheduler import Program
-from megatron_eopt.settings.groups import DECOUPLED, METHOD, warn
-from megatron_eopt.settings.of_class import check_values, settings_of, with_settings
+from megatron_eopt.settings.execution import Execution
 from megatron_eopt.settings.records import DecayMethod
+from megatron_eopt.step.base import BaseOptimizer
 from megatron_eopt.step.parameters import TensorParallelGroups, local
 from megatron_eopt.step.step import Step
 
@@ -24,7 +24,7 @@ from megatron_eopt.step.step import Step
 class TensorParallelAdaptiveMuon(TensorParallelMuon):
     """Muon with a second moment: AdaMuon, NorMuon or NAMO.
 
-    It is :class:`TensorParallelMuon` with one ``moment2_method`` for all groups, by a name of its own. The formulas are
+    It is :class:`TensorParallelMuon` with a ``moment2_method`` in every group, by a name of its own. The formulas are
     those of :mod:`~megatron_eopt.optimizers.second_moment`. normuon has a second moment for each column of a wide
     matrix, as emerging-optimizers; its paper (arXiv 2510.05491) has one for each row, whatever the shape.
 
@@ -47,11 +47,6 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
         TypeError: for a subclass with an ``orthogonalize`` of its own.
     """
 
-    group_keys = ("lr", "momentum", "nesterov", "weight_decay", DECOUPLED, METHOD, "beta2", "eps")
-    moment2_method: Literal["adamuon", "normuon", "namo"]
-    align_rms: bool
-
-    @with_settings(Execution, TensorParallelMuon)
     def __init__(
         self,
         params: ParamsT,
@@ -75,21 +70,12 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
         eps: float = 1e-8,
         align_rms: bool = True,
         weight_decay_method: DecayMethod | None = None,
-        **settings: Unpack[Execution],
+        execution: Execution = Execution(),
+        **settings: Unpack[Modifiers],
     ) -> None:
-        self._begin(params, locals())
+        BaseOptimizer.__init__(self, params, locals())
 
-    def _settle(self, values: dict[str, Any]) -> None:
-        name = type(self).__name__
-        method = values["moment2_method"]
-        check_values(name, {key: settings_of(type(self))[key] for key in ("moment2_method", "align_rms")}, values)
-        if not values["align_rms"] and method != "adamuon":
-            warn(f"{name}: align_rms=False has no effect with {method}, it is adamuon's")
-            values["align_rms"] = True
-        self.only = {**self.only, "moment2_method": (method,), "align_rms": (values["align_rms"],)}
-        super()._settle(values)
-
-    def _check_together(self, group: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    def _check_second_moment(self, group: Mapping[str, Any]) -> None:
         for key in ("orthogonalize", "scaled_orthogonalize_fn"):
             if self._overridden(key):
                 raise TypeError(
@@ -97,11 +83,6 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
                     f"needs the orthogonal factors of all matrices together, before they are scaled: set "
                     f"orthogonalize_fn, override program, or take TensorParallelMuon"
                 )
-        super()._check_together(group, settings)
-
-    def settings(self) -> dict[str, Any]:
-        """Settings that a checkpoint describes."""
-        return super().settings() | {"moment2_method": self.moment2_method, "align_rms": self.align_rms}
 
     def orthogonalize(self, p: Tensor, grad: Tensor, **group_settings: Any) -> Tensor:
         """One parameter's orthogonal factor, without the scale."""

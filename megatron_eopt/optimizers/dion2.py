@@ -11,6 +11,7 @@ from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.kernels.precision import MatmulPrecision
 from megatron_eopt.orthogonalize.coefficients import CoefficientType
+from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.scale import muon_scale_factor
 from megatron_eopt.parallel.layout import Layout
 from megatron_eopt.settings.groups import iteration_of
@@ -94,8 +95,11 @@ class Dion2(StackedOptimizer):
     ) -> None:
         super().__init__(params, locals())
 
-    def _check_together(self, group: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-        iteration_of(settings)
+    def _iteration(self, group: Mapping[str, Any]) -> NewtonSchulz:
+        return iteration_of(group, group["fp32_matmul_prec"], self.execution.symmetric_products)
+
+    def _check_together(self, group: Mapping[str, Any]) -> None:
+        self._iteration(group)
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """The momentum."""
@@ -123,8 +127,7 @@ class Dion2(StackedOptimizer):
         order = x.abs().sum(2, dtype=torch.float64).argsort(dim=1, descending=True, stable=True)
         S = order[:, : selected_of(stack.group, (rows, cols)), None].expand(-1, -1, x.shape[2])
         selected = x.gather(1, S)
-        iteration = replace(iteration_of(stack.group), products=self.symmetric_products)
-        O = iteration(selected) * muon_scale_factor(rows, cols, "unit_rms_norm")
+        O = self._iteration(stack.group)(selected) * muon_scale_factor(rows, cols, "unit_rms_norm")
         update = torch.zeros_like(x).scatter_(1, S, O)
         x.scatter_(1, S, where(stack.ok, selected * stack.group["momentum"], selected))
         update, M = yield from stack.scatter(update if rows <= cols else update.mT, M)

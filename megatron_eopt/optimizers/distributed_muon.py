@@ -167,8 +167,8 @@ class DistributedMuon(StackedOptimizer):
         rms = predicted_update_rms(*shape, _SCALE)
         return replace(super()._describe(name, plan, parameter), scale=scale, rms=rms)
 
-    def _check_together(self, group: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-        get_coefficients(_COEFFICIENTS, settings["ns_steps"])
+    def _check_together(self, group: Mapping[str, Any]) -> None:
+        get_coefficients(_COEFFICIENTS, group["ns_steps"])
 
     def _check_group(self, group: dict[str, Any]) -> None:
         called = type(self).__name__
@@ -180,10 +180,6 @@ class DistributedMuon(StackedOptimizer):
                     f"{called} is for parameters that every rank has whole, and {name} is a shard: take "
                     "TensorParallelMuon"
                 )
-
-    def settings(self) -> dict[str, Any]:
-        """Settings that a checkpoint describes."""
-        return super().settings() | {"fp32_matmul_prec": self.fp32_matmul_prec}
 
     # The state, of which each rank has a part.
 
@@ -331,7 +327,7 @@ class DistributedMuon(StackedOptimizer):
             _COEFFICIENTS,
             fp32_matmul_prec=self.fp32_matmul_prec,
             propagate_nan=True,
-            products=self.symmetric_products,
+            products=self.execution.symmetric_products,
         )
         return factor.to(self._dtype_of(parameter))
 

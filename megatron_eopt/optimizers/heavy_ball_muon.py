@@ -1,8 +1,7 @@
 """Muon with heavy-ball momentum, as its original has it."""
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import Any
+from typing import Any, Unpack
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -10,30 +9,35 @@ from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.kernels.precision import MatmulPrecision
 from megatron_eopt.matrices import declared_split
-from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon, Transport
+from megatron_eopt.optimizers.tensor_parallel_muon import Matrices, Modifiers, TensorParallelMuon
 from megatron_eopt.orthogonalize.coefficients import Coefficients
+from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.scale import ScaleMode
 from megatron_eopt.parallel.layout import Layout
 from megatron_eopt.parallel.plan_records import TpMode
 from megatron_eopt.parallel.scheduler import Program
-from megatron_eopt.settings.groups import DECOUPLED, METHOD
-from megatron_eopt.settings.of_class import with_settings
-from megatron_eopt.settings.records import Setting
+from megatron_eopt.settings.records import DecayMethod, Setting
+from megatron_eopt.step.base import BaseOptimizer
 from megatron_eopt.step.foreach import heavy_ball
 from megatron_eopt.step.step import Step
+
+
+class MuonSettings(Matrices, Modifiers, total=False):
+    """What is as in Muon."""
+
+    lr: float
+    momentum: float
+    weight_decay: float
+    use_decoupled_weight_decay: bool
+    weight_decay_method: DecayMethod | None
+    extra_scale_factor: float
 
 
 class HeavyBallMuon(TensorParallelMuon):
     """The matrices of Muon beside AdamW: heavy-ball momentum, any dimensions."""
 
     own_settings = (Setting("ns_steps", planned=True),)
-    group_keys = ("lr", "momentum", "nesterov", "weight_decay", DECOUPLED, METHOD, "ns_steps")
-    only = MappingProxyType({"moment2_method": ("none",)})
-    instead = MappingProxyType(
-        {"moment2_method": "take adaptive_muon by build_optimizer, or TensorParallelAdaptiveMuon"}
-    )
 
-    @with_settings(Transport, TensorParallelMuon)
     def __init__(
         self,
         params: ParamsT,
@@ -44,23 +48,12 @@ class HeavyBallMuon(TensorParallelMuon):
         coefficient_type: str | Sequence[Coefficients] = "simple",
         fp32_matmul_prec: MatmulPrecision = "highest",
         tp_mode: TpMode = "auto",
-        **settings: Any,
+        **settings: Unpack[MuonSettings],
     ) -> None:
-        self._begin(params, locals())
+        BaseOptimizer.__init__(self, params, locals())
 
-    def _settle(self, values: dict[str, Any]) -> None:
-        values["num_ns_steps"] = values["ns_steps"]
-        super()._settle(values)
-
-    def effective(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """The settings of a group in a step: its Newton-Schulz steps are ``ns_steps``."""
-        settings = super().effective(group)
-        return {**settings, "num_ns_steps": settings["ns_steps"]}
-
-    def _check_together(self, group: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-        if "num_ns_steps" in group:
-            raise ValueError("the Newton-Schulz steps of a group are 'ns_steps' here, not 'num_ns_steps'")
-        super()._check_together(group, settings)
+    def _iteration(self, group: Mapping[str, Any]) -> NewtonSchulz:
+        return super()._iteration({**group, "num_ns_steps": group["ns_steps"]})
 
     def program(self, step: Step) -> Program:
         """One chunk's step, of parameters read as matrices."""

@@ -1,13 +1,12 @@
 """Muon on a hyperball: matrices keep their initial norm."""
 
-from types import MappingProxyType
-from typing import Unpack
+from typing import Literal, Unpack
 
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon, Transport
-from megatron_eopt.settings.of_class import with_settings
-from megatron_eopt.settings.records import Moment2Method, WeightNorm
+from megatron_eopt.settings.records import Moment2Method
+from megatron_eopt.step.base import BaseOptimizer
 from megatron_eopt.step.modifiers import INSTEAD_OF_DECAY
 
 
@@ -37,8 +36,8 @@ class MuonHyperball(TensorParallelMuon):
         lr: learning rate, at least 0: the length of a step relative to the norm of its matrix.
         weight_decay: 0, since the norm is kept anyway; here for those who fill it from a config.
         weight_norm: ``hold``.
-        moment2_method: a second moment, as in Muon: ``normuon`` makes it NorMuon on a hyperball. So are ``beta2``,
-            ``eps`` and ``align_rms``.
+        moment2_method: a second moment, as in Muon: ``normuon`` makes it NorMuon on a hyperball. So are ``beta2``
+            and ``eps``.
         **settings: these, ``momentum`` and ``nesterov`` are those of
             :class:`~megatron_eopt.optimizers.tensor_parallel_muon.TensorParallelMuon`.
 
@@ -53,17 +52,8 @@ class MuonHyperball(TensorParallelMuon):
     size_rule = "lr times the norm of the matrix"
     measures = True
     instead_of_decay = INSTEAD_OF_DECAY
-    only = MappingProxyType(
-        {
-            "weight_norm": ("hold",),
-            "relative_update": ("none",),
-            "cautious_weight_decay": (False,),
-            "align_rms": (True,),
-        }
-    )
 
-    @with_settings(Transport, TensorParallelMuon)
-    def __init__(  # type: ignore[misc]  # an argument of Muon's has another default
+    def __init__(
         self,
         params: ParamsT,
         lr: float = 0.01,
@@ -71,11 +61,10 @@ class MuonHyperball(TensorParallelMuon):
         nesterov: bool = True,
         weight_decay: float = 0.0,
         *,
-        weight_norm: WeightNorm = "hold",
+        weight_norm: Literal["hold"] = "hold",
         moment2_method: Moment2Method = "none",
         beta2: float = 0.95,
         eps: float = 1e-8,
-        align_rms: bool = True,
         **settings: Unpack[Transport],
     ) -> None:
-        self._begin(params, locals())
+        BaseOptimizer.__init__(self, params, locals())

@@ -1,7 +1,6 @@
 """MARS-Muon: Muon of variance-reduced gradients."""
 
 from collections.abc import Sequence
-from types import MappingProxyType
 from typing import Any, Unpack
 
 import torch
@@ -9,19 +8,22 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers.orthogonalized import refuse_blockwise
-from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon, Transport
+from megatron_eopt.optimizers.tensor_parallel_muon import Modifiers, TensorParallelMuon, Transport
 from megatron_eopt.orthogonalize.scale import ScaleMode
 from megatron_eopt.parallel.scheduler import Program, Shards
-from megatron_eopt.settings.groups import DECOUPLED, METHOD
-from megatron_eopt.settings.of_class import with_settings
 from megatron_eopt.settings.records import DecayMethod, Setting
 from megatron_eopt.settings.values import AT_LEAST_0
 from megatron_eopt.step import foreach
+from megatron_eopt.step.base import BaseOptimizer
 from megatron_eopt.step.foreach import Tensors
 from megatron_eopt.step.state import HAS_PREVIOUS, PREVIOUS_GRADIENT, StateTensor
 from megatron_eopt.step.step import Batch, Step
 
 LARGEST_NORM = 1.0  # of a corrected gradient; the paper has no other
+
+
+class MuonSettings(Transport, Modifiers, total=False):
+    """What is as in Muon."""
 
 
 class MarsMuon(TensorParallelMuon):
@@ -66,10 +68,7 @@ class MarsMuon(TensorParallelMuon):
     own_settings = (
         Setting("gamma", "Strength of the correction, at least 0; 0 leaves Muon of clipped gradients.", AT_LEAST_0),
     )
-    group_keys = ("lr", "momentum", "nesterov", "weight_decay", DECOUPLED, METHOD, "gamma")
-    only = MappingProxyType({"moment2_method": ("none",)})
 
-    @with_settings(Transport, TensorParallelMuon)
     def __init__(
         self,
         params: ParamsT,
@@ -83,9 +82,9 @@ class MarsMuon(TensorParallelMuon):
         scale_mode: ScaleMode = "spectral",
         extra_scale_factor: float = 1.0,
         weight_decay_method: DecayMethod | None = None,
-        **settings: Unpack[Transport],
+        **settings: Unpack[MuonSettings],
     ) -> None:
-        self._begin(params, locals())
+        BaseOptimizer.__init__(self, params, locals())
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
@@ -110,7 +109,7 @@ class MarsMuon(TensorParallelMuon):
 
 def momentum(step: Step) -> Shards:
     """:meth:`~megatron_eopt.step.step.Step.momentum` of corrected and clipped gradients."""
-    strengths = [batch.settings["gamma"] * batch.beta / (1 - batch.beta) for batch in step.batches]
+    strengths = [batch.group["gamma"] * batch.beta / (1 - batch.beta) for batch in step.batches]
     if step.kernels is not None:
         return by_kernels(step, strengths)
     c = list[Tensor]()

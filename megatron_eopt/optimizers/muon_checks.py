@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron_eopt.optimizers.orthogonalized import OF_PARAMETERS
-from megatron_eopt.settings.groups import DECOUPLED, METHOD, decay_method
+from megatron_eopt.settings.groups import DECOUPLED, METHOD
 from megatron_eopt.settings.records import SCALE, names_of
-from megatron_eopt.step.modifiers import INSTEAD_OF_DECAY, holds, sizes
+from megatron_eopt.step.modifiers import INSTEAD_OF_DECAY, holds, is_cautious, modifiers_in, moment2_of, sizes
 from megatron_eopt.step.parameters import check_shard
 
 OF_MATRICES = ("scaled_orthogonalize_fn", "orthogonalize_fn")
@@ -20,45 +20,58 @@ DECIDED_BY = {"num_ns_steps": OF_MATRICES, "coefficient_type": OF_MATRICES} | di
 """Settings of a group -> functions of the user's that decide in their place."""
 
 
-def size_of_updates(optimizer: Any, settings: Mapping[str, Any]) -> str | None:
-    """How large updates are, where the scale settings have no effect."""
-    return optimizer.size_rule or sizes(settings)
+def check_lacking(optimizer: Any, group: Mapping[str, Any]) -> None:
+    """Refuse a group's modifier that the optimizer lacks."""
+    for key in modifiers_in(group):
+        if key not in optimizer.defaults:
+            raise ValueError(f"{type(optimizer).__name__} has no {key}, got {group[key]!r}: take it out of the group")
 
 
-def check_decided(optimizer: Any, group: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Refuse a group's settings in whose place something else decides."""
-    rule = size_of_updates(optimizer, settings)
+def check_scale(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Refuse settings of the scale, unlike ``defaults``, where a modifier sizes updates."""
+    rule = sizes(settings)
+    for key in names_of(SCALE):
+        if rule and key in defaults and settings[key] != defaults[key]:
+            raise ValueError(
+                f"{key} has no effect here, got {settings[key]!r}: the size of an update is {rule}; set lr, take the "
+                f"setting away"
+            )
+
+
+def check_decided(optimizer: Any, group: Mapping[str, Any]) -> None:
+    """Refuse settings of a group, unlike the optimizer's, in whose place something else decides."""
+    check_scale(group, optimizer.defaults)
     for key, functions in DECIDED_BY.items():
-        if key not in group:
-            continue
         users = optimizer._overridden(*functions)
-        if users:
-            decides = f"{users[0]} of your own decides"
-        elif rule and key in names_of(SCALE):
-            decides = f"the size of an update is {rule}; set lr"
-        else:
-            continue
-        raise ValueError(f"{key} has no effect here, got {group[key]!r}: {decides}, take the setting away")
+        if users and key in optimizer.defaults and group[key] != optimizer.defaults[key]:
+            raise ValueError(
+                f"{key} has no effect here, got {group[key]!r}: {users[0]} of your own decides, take the setting away"
+            )
 
 
-def check_functions(optimizer: Any, settings: Mapping[str, Any]) -> None:
+def check_functions(optimizer: Any, group: Mapping[str, Any]) -> None:
     """Refuse functions of the user's that do not go with other settings."""
     name = type(optimizer).__name__
-    rule = size_of_updates(optimizer, settings)
+    rule = optimizer.size_rule or sizes(group)
     if rule and optimizer._overridden("scale_factor_fn"):
         raise ValueError(f"scale_factor_fn has no effect here: the size of an update is {rule}; set lr")
     users = optimizer._overridden(*OF_PARAMETERS)
     if not users:
         return
-    if settings["offload_fraction"] or settings["cuda_graphs"]:
+    if optimizer.execution.offload_fraction or optimizer.execution.cuda_graphs:
         raise ValueError(
             f"{name} has an {users[0]} of its own, which gets one parameter after another, whose state is on the "
             f"device, and may wait for it: leave offload_fraction at 0 and cuda_graphs off"
         )
-    if settings["moment2_method"] != "none" and "moment2_method" not in optimizer.only:
+
+
+def check_second_moment(optimizer: Any, group: Mapping[str, Any]) -> None:
+    """Refuse a second moment of updates that a user's function makes."""
+    users = optimizer._overridden(*OF_PARAMETERS)
+    if users and moment2_of(group) != "none":
         raise ValueError(
-            f"{name} has an {users[0]} of its own, and moment2_method {settings['moment2_method']!r} needs the "
-            f"orthogonal factors of all matrices together: leave the setting away, or take "
+            f"{type(optimizer).__name__} has an {users[0]} of its own, and moment2_method {group['moment2_method']!r} "
+            f"needs the orthogonal factors of all matrices together: leave the setting away, or take "
             f"TensorParallelAdaptiveMuon"
         )
 
@@ -67,17 +80,18 @@ def check_parameter(optimizer: Any, parameter: Tensor) -> None:
     """Refuse a parameter whose step or state cannot be as asked for."""
     name = type(optimizer).__name__
     shape = tuple(parameter.shape)
-    if optimizer.cuda_graphs and (parameter.device.type != "cuda" or optimizer.layout(parameter).ranks > 1):
+    run = optimizer.execution
+    if run.cuda_graphs and (parameter.device.type != "cuda" or optimizer.layout(parameter).ranks > 1):
         raise ValueError(
             f"cuda_graphs cannot work for parameters that other ranks share, or that are not on a CUDA device, got "
             f"one on {parameter.device}: leave it off"
         )
-    if optimizer.offload_fraction and isinstance(parameter, DTensor):
+    if run.offload_fraction and isinstance(parameter, DTensor):
         raise ValueError(
             f"{name}: state of a DTensor cannot be in host memory, got one of shape {shape}: leave offload_fraction at "
             f"0"
         )
-    if optimizer.momentum_dtype is not None and parameter.dtype == torch.float64:
+    if run.momentum_dtype is not None and parameter.dtype == torch.float64:
         raise ValueError(
             f"{name}: momenta with a momentum_dtype are averaged in fp32, got a parameter in fp64 of shape {shape}: "
             f"leave it away"
@@ -91,22 +105,22 @@ def check_shards(optimizer: Any, parameter: Tensor, called: str) -> None:
         check_shard(parameter, optimizer.pg_collection, called, otherwise)
 
 
-def check_decay(optimizer: Any, group: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Refuse a group's weight decay that does not go with its effective settings."""
+def check_decay(optimizer: Any, group: Mapping[str, Any]) -> None:
+    """Refuse a group's weight decay that does not go with its other settings."""
     name = type(optimizer).__name__
-    method = decay_method(name, group)
+    method = optimizer.decay_method(group)
     decays = isinstance(group["weight_decay"], Tensor) or group["weight_decay"] != 0
-    if settings["moment2_method"] == "namo" and decays and method == "l2":
+    if moment2_of(group) == "namo" and decays and method == "l2":
         raise ValueError(
             f"{name}: namo compares the norms of gradient and momentum, which L2 decay would add to: take "
             f"use_decoupled_weight_decay=True, or weight_decay=0 instead of {group['weight_decay']}"
         )
-    if settings["cautious_weight_decay"] and method == "l2":
+    if is_cautious(group) and method == "l2":
         raise ValueError(
             f"{name}: cautious_weight_decay compares signs of weights and updates, of which l2 decay is a part: "
             f"take another {METHOD}, or leave it off"
         )
-    if optimizer.decays_weights and not holds(settings):
+    if optimizer.decays_weights and not holds(group):
         return
     instead_of_decay = optimizer.instead_of_decay
     if not instead_of_decay:

@@ -12,22 +12,23 @@ from torch.optim.optimizer import ParamsT
 from megatron_eopt.kernels.precision import MatmulPrecision, fp32_products
 from megatron_eopt.matrices import declared_split, experts
 from megatron_eopt.optimizers.muon import muon
+from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import local_rows, on_one_rank
 from megatron_eopt.parallel.scheduler import Program
 from megatron_eopt.settings.groups import DECOUPLED, METHOD, OTHER_NAMES, decay_method
 from megatron_eopt.settings.of_class import is_ours
 from megatron_eopt.settings.records import DecayMethod, Setting
 from megatron_eopt.settings.values import BELOW_1, Scalar
-from megatron_eopt.step.base import BaseOptimizer, fixed
-from megatron_eopt.step.modifiers import measures
+from megatron_eopt.step.base import BaseOptimizer
+from megatron_eopt.step.modifiers import Modified, modified
 from megatron_eopt.step.nonfinite import Flag
 from megatron_eopt.step.parameters import (
     check_matrix,
-    has_dtensors,
     local,
     names_of_last,
 )
-from megatron_eopt.step.state import MOMENTUM_BUFFER, NO_SETTINGS, StateTensor
+from megatron_eopt.step.session import StepCache
+from megatron_eopt.step.state import MOMENTUM_BUFFER, StateTensor
 from megatron_eopt.step.step import Batch, Step
 from megatron_eopt.step.users_functions import OF_USERS, checked
 from megatron_eopt.step.users_step import users_step
@@ -38,7 +39,7 @@ OF_PARAMETERS = ("orthogonalize", "scaled_orthogonalize_fn", "orthogonalize_fn")
 
 def check_given(optimizer: BaseOptimizer, given: Mapping[str, Any]) -> None:
     """Refuse settings of an update that no group could have."""
-    unknown = given.keys() - optimizer.defaults.keys() - optimizer.settings_of_groups().keys()
+    unknown = given.keys() - optimizer.defaults.keys()
     for group in optimizer.param_groups:
         unknown -= group.keys()
     if unknown:
@@ -108,13 +109,11 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         Setting("orthogonalize_fn", whole=True),
         Setting("scale_factor_fn", whole=True),
     )
-    group_keys: ClassVar[tuple[str, ...]] = ("lr", "momentum_beta", "use_nesterov", "weight_decay", DECOUPLED, METHOD)
     split_lengths: ClassVar[tuple[int, ...]] = (3,)
     momentum_key = "momentum_beta"
     nesterov_key = "use_nesterov"
 
-    fp32_matmul_prec: MatmulPrecision = fixed("fp32_matmul_prec", "medium")
-    momentum_dtype: torch.dtype | None = None  # None for that of each parameter
+    fp32_matmul_prec: MatmulPrecision
 
     def __init__(
         self,
@@ -151,17 +150,17 @@ class OrthogonalizedOptimizer(BaseOptimizer):
     @property
     def use_nesterov(self) -> bool:
         """Whether groups look ahead by default."""
-        return bool(self.defaults[self.nesterov_key])
+        return bool(self.defaults.get(self.nesterov_key, False))
 
     @property
     def use_decoupled_weight_decay(self) -> bool:
         """Whether weight decay is decoupled by default."""
-        return bool(self.defaults[DECOUPLED])
+        return bool(self.defaults.get(DECOUPLED, True))
 
     # Groups.
 
-    def _check_together(self, group: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-        decay_method(type(self).__name__, settings)
+    def _check_together(self, group: Mapping[str, Any]) -> None:
+        self.decay_method(group)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         for parameter, called in zip(group["params"], names_of_last(self.param_groups, shapes=False), strict=True):
@@ -185,16 +184,9 @@ class OrthogonalizedOptimizer(BaseOptimizer):
                 f"which are {sum(shapes)}"
             )
 
-    def settings_of_groups(self) -> dict[str, Any]:
-        """Also the name of the weight decay's kind."""
-        settings = super().settings_of_groups()
-        if METHOD in settings:
-            settings[METHOD] = decay_method(type(self).__name__, self.defaults)
-        return settings
-
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """Describe the momentum."""
-        return [StateTensor(MOMENTUM_BUFFER, dtype=self.momentum_dtype)]
+        return [StateTensor(MOMENTUM_BUFFER, dtype=self.execution.momentum_dtype)]
 
     # The step.
 
@@ -276,6 +268,14 @@ class OrthogonalizedOptimizer(BaseOptimizer):
             users_step(batches, self.engine, self.program, self.orthogonalize, accept)
         return batches
 
+    def _settled(self, engine: Engine) -> StepCache:
+        """Also find how groups are modified, and whether the user's methods make updates."""
+        settled = super()._settled(engine)
+        settled.modified = [modified(group, self.decay_method(group)) for group in self.param_groups]
+        settled.needs_norms = any(each.needs_norm for each in settled.modified)
+        settled.by_user = bool(self._overridden(*OF_PARAMETERS))
+        return settled
+
     def _state_keys(self) -> list[list[str]]:
         """Keys of each parameter's state, as the plan has it."""
         settled = self._session.settled
@@ -290,7 +290,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         kept = self.state
         batches = []
         first = 0
-        for group in self.param_groups:
+        for group, how in zip(self.param_groups, self._session.settled.modified, strict=True):
             indices = [i for i, _ in enumerate(group["params"], first) if stepping[i]]
             parameters = [group["params"][i - first] for i in indices]
             states = []
@@ -306,12 +306,13 @@ class OrthogonalizedOptimizer(BaseOptimizer):
             gradients = [state[MOMENTUM_BUFFER] if p.grad is None else p.grad for p, state in of_both]
             first += len(group["params"])
             if indices:
-                batches.append(self._batch(group, indices, parameters, gradients, states, ok))
+                batches.append(self._batch(group, how, indices, parameters, gradients, states, ok))
         return batches
 
     def _batch(
         self,
         group: Mapping[str, Any],
+        modified: Modified,
         indices: list[int],
         parameters: list[Tensor],
         gradients: list[Tensor],
@@ -319,12 +320,10 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         ok: Flag,
     ) -> Batch:
         weights = parameters
-        if has_dtensors(parameters):
+        if self._session.settled.dtensors:
             weights = list(map(local, parameters))
             gradients = list(map(local, gradients))
             states = [{key: local(x) for key, x in state.items()} for state in states]
-        settings = self.effective(group)
-        own = {key: value for key, value in group.items() if key not in NO_SETTINGS}
         beta, weight_decay = self._rates_of(group)
         return Batch(
             indices=indices,
@@ -332,19 +331,20 @@ class OrthogonalizedOptimizer(BaseOptimizer):
             weights=weights,
             gradients=gradients,
             state=states,
-            settings=settings,
-            group_settings=own | {self.momentum_key: beta},
+            group=group,
             lr=group["lr"],
             beta=beta,
-            nesterov=group[self.nesterov_key],
+            nesterov=self.nesterov_key in self.defaults and group[self.nesterov_key],
             weight_decay=weight_decay,
             decays=isinstance(weight_decay, Tensor) or weight_decay != 0,
-            cautious=bool(settings.get("cautious_weight_decay")),
-            measured=measures(settings),
-            decay_method=group[METHOD] or ("decoupled" if group[DECOUPLED] else "l2"),
+            modified=modified,
             ok=ok,
-            rounded=self.momentum_dtype is not None,
+            rounded=self.execution.momentum_dtype is not None,
         )
+
+    def decay_method(self, group: Mapping[str, Any]) -> DecayMethod:
+        """The kind of a group's weight decay; a ``ValueError`` for a contradiction."""
+        return decay_method(type(self).__name__, group) if METHOD in self.defaults else "decoupled"
 
     def _rates_of(self, group: Mapping[str, Any]) -> tuple[float, Scalar]:
         """Momentum and weight decay of a group's next step."""

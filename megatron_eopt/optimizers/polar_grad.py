@@ -1,14 +1,13 @@
 """PolarGrad: orthogonal factors of the momentum, times its nuclear norm."""
 
-from types import MappingProxyType
-from typing import Unpack
+from typing import Literal, Unpack
 
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon, Transport
 from megatron_eopt.parallel.scheduler import Program
-from megatron_eopt.settings.of_class import with_settings
 from megatron_eopt.settings.records import DecayMethod
+from megatron_eopt.step.base import BaseOptimizer
 from megatron_eopt.step.step import Step
 
 
@@ -30,6 +29,7 @@ class PolarGrad(TensorParallelMuon):
         params: matrices, or groups of them with their own ``lr``, ``momentum``, ``weight_decay``, ``num_ns_steps`` or
             ``coefficient_type``.
         nesterov: whether ``(1 - momentum) g + momentum M`` takes the place of ``M`` in 3 and 4, as in Muon.
+        cautious_weight_decay: see :mod:`~megatron_eopt.step.modifiers`, as for ``weight_norm``, ``brake`` or ``none``.
         **settings: these, and what is not named here, as in
             :class:`~megatron_eopt.optimizers.tensor_parallel_muon.TensorParallelMuon`.
 
@@ -42,15 +42,7 @@ class PolarGrad(TensorParallelMuon):
 
     size_rule = "the nuclear norm of the momentum"
     measures = True
-    only = MappingProxyType(
-        {
-            "weight_norm": ("none", "brake"),
-            "relative_update": ("none",),
-            "moment2_method": ("none",),
-        }
-    )
 
-    @with_settings(Transport, TensorParallelMuon)
     def __init__(
         self,
         params: ParamsT,
@@ -59,10 +51,15 @@ class PolarGrad(TensorParallelMuon):
         nesterov: bool = False,
         weight_decay: float = 0.01,
         *,
+        use_decoupled_weight_decay: bool = True,
         weight_decay_method: DecayMethod | None = None,
+        cautious_weight_decay: bool = False,
+        weight_norm: Literal["none", "brake"] = "none",
+        brake_outward: float = 0.5,
+        brake_inward: float = 1.0,
         **settings: Unpack[Transport],
     ) -> None:
-        self._begin(params, locals())
+        BaseOptimizer.__init__(self, params, locals())
 
     @property
     def keeps_momenta(self) -> bool:

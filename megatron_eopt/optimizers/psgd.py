@@ -148,9 +148,9 @@ class PSGDKron(StackedOptimizer):
             tensors.append(StateTensor(BOUNDS + plan.end, (2,), part, dtype, plan.compute_rank, non_negative=True))
         return tensors
 
-    def _check_together(self, group: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-        least = settings["min_precond_lr"]
-        rate = settings["precond_lr"]
+    def _check_together(self, group: Mapping[str, Any]) -> None:
+        least = group["min_precond_lr"]
+        rate = group["precond_lr"]
         if least > rate:
             raise ValueError(
                 f"{type(self).__name__}: min_precond_lr must be at most precond_lr, got {least} and {rate}"

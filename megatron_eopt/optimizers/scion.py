@@ -1,16 +1,16 @@
 """Scion for hidden matrices."""
 
 from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack
 
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon, Transport
-from megatron_eopt.settings.groups import DECOUPLED, METHOD, also_called
-from megatron_eopt.settings.of_class import with_settings
+from megatron_eopt.orthogonalize.scale import muon_scale_factor
+from megatron_eopt.settings.groups import also_called
 from megatron_eopt.settings.records import Setting
 from megatron_eopt.settings.values import ABOVE_0, Scalar, is_readable
+from megatron_eopt.step.base import BaseOptimizer
 
 
 class Scion(TensorParallelMuon):
@@ -40,6 +40,7 @@ class Scion(TensorParallelMuon):
         constrained: whether the ball bounds the matrices (the paper's Scion), or the steps alone (its unconstrained
             Scion).
         weight_decay: 0; here for those who fill it from a config.
+        weight_norm: ``brake``, see :mod:`~megatron_eopt.step.modifiers`, or ``none``.
         **settings: see :class:`~megatron_eopt.optimizers.tensor_parallel_muon.TensorParallelMuon`.
 
     Raises:
@@ -52,23 +53,12 @@ class Scion(TensorParallelMuon):
         Setting("radius", "Radius of the ball of every matrix.", ABOVE_0, planned=True),
         Setting("constrained", "Bound the steps alone, not the matrices.", whole=True),
     )
-    group_keys = ("lr", "momentum", "nesterov", "weight_decay", DECOUPLED, METHOD, "radius")
     decays_weights = False
     size_rule = "radius * sqrt(rows / cols)"
     instead_of_decay = "constrained=True bounds matrices by their radius"
-    only = MappingProxyType(
-        {
-            "nesterov": (False,),
-            "weight_norm": ("none", "brake"),
-            "relative_update": ("none",),
-            "moment2_method": ("none",),
-            "cautious_weight_decay": (False,),
-        }
-    )
     constrained: bool
 
     @also_called(spectral_radius="radius")
-    @with_settings(Transport, TensorParallelMuon)
     def __init__(
         self,
         params: ParamsT,
@@ -78,27 +68,25 @@ class Scion(TensorParallelMuon):
         radius: float = 50.0,
         constrained: bool = True,
         weight_decay: float = 0.0,
+        weight_norm: Literal["none", "brake"] = "none",
+        brake_outward: float = 0.5,
+        brake_inward: float = 1.0,
         **settings: Unpack[Transport],
     ) -> None:
-        self._begin(params, {"nesterov": False, **locals()})
+        BaseOptimizer.__init__(self, params, locals())
 
-    def effective(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """The settings of a group in a step: the radius is the scale."""
-        settings = super().effective(group)
-        return {**settings, "scale_mode": "unit_rms_norm", "extra_scale_factor": settings["radius"]}
+    def _scale(self, group: Mapping[str, Any], rows: int, cols: int) -> float:
+        radius: float = group["radius"]
+        return radius * muon_scale_factor(rows, cols, "unit_rms_norm")
 
-    def settings(self) -> dict[str, Any]:
-        """Settings that a checkpoint describes."""
-        return super().settings() | {"constrained": self.constrained}
-
-    def _check_together(self, group: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-        for rate in (settings["lr"], settings.get("max_lr") or 0):  # the latter is a scheduler's, of Megatron's groups
+    def _check_together(self, group: Mapping[str, Any]) -> None:
+        for rate in (group["lr"], group.get("max_lr") or 0):  # the latter is a scheduler's, of Megatron's groups
             if self.constrained and is_readable(rate) and rate > 1:
                 raise ValueError(
                     f"{type(self).__name__}: lr must lie in [0, 1], since a constrained step goes that part of the way "
                     f"to the boundary, got {rate}"
                 )
-        super()._check_together(group, settings)
+        super()._check_together(group)
 
     def _rates_of(self, group: Mapping[str, Any]) -> tuple[float, Scalar]:
         # (1 - lr) W, which is what a constrained step leaves of the matrix

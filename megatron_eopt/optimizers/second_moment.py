@@ -32,7 +32,7 @@ from megatron_eopt.parallel.scheduler import Program
 from megatron_eopt.parallel.statistics import Statistics, StatisticsRequest, norms_of, squared_norms
 from megatron_eopt.step import foreach
 from megatron_eopt.step.foreach import Tensors
-from megatron_eopt.step.modifiers import MOMENT2_BUFFER
+from megatron_eopt.step.modifiers import MOMENT2_BUFFER, aligns_rms, moment2_of
 from megatron_eopt.step.nonfinite import Flag
 from megatron_eopt.step.state import Dim, StateTensor, check_placements
 from megatron_eopt.step.step import Batch, Step
@@ -41,7 +41,7 @@ from megatron_eopt.step.weight_step import squares_of_shards
 
 def adaptive_muon(step: Step) -> Program:
     """Muon's step with second moments, in the groups that have one."""
-    methods = {batch.settings["moment2_method"] for batch in step.batches}
+    methods = {batch.modified.moment2_method for batch in step.batches}
     step.decay()  # p -= lr * weight_decay * p
     u, *compared = step.compared_momentum("namo" in methods)  # m += (1 - beta) (g - m);  u = (1 - beta) g + beta m
     O = yield from step.orthogonalize(u)  # of each whole logical matrix
@@ -83,7 +83,7 @@ def by_method(step: Step) -> dict[str, tuple[list[Batch], list[int]]]:
     start = 0
     for batch in step.batches:
         end = start + sum(step.counts(batch))
-        method = batch.settings["moment2_method"]
+        method = batch.modified.moment2_method
         if method != "none" and end > start:
             batches, positions = found.setdefault(method, ([], []))
             batches.append(batch)
@@ -126,10 +126,10 @@ def first_rms(settings: Mapping[str, Any], muon: float, scale: float) -> float:
     ``+-scale / sqrt(1 - beta2)``. NAMO's first ``g'`` is ``(1 - b) G``, times ``1 + b`` with Nesterov's look-ahead.
     """
     root = sqrt(1 - settings["beta2"])
-    if settings["moment2_method"] == "namo":
+    if moment2_of(settings) == "namo":
         momentum = settings["momentum"]
         return muon * (1 - momentum) * (1 + momentum if settings["nesterov"] else 1) / root
-    return muon if settings["moment2_method"] != "adamuon" or settings["align_rms"] else scale / root
+    return muon if moment2_of(settings) != "adamuon" or aligns_rms(settings) else scale / root
 
 
 @dataclass(frozen=True)
@@ -145,8 +145,8 @@ def moments_of(batches: Sequence[Batch]) -> list[Moment]:
     """The second moments of batches."""
     found = list[Moment]()
     for batch in batches:
-        beta2 = batch.settings["beta2"]
-        eps = batch.settings["eps"]
+        beta2 = batch.group["beta2"]
+        eps = batch.group["eps"]
         for of_parameter in batch.matrix_states(MOMENT2_BUFFER):
             found += [Moment(v, beta2, eps) for v in of_parameter]
     return found
@@ -173,7 +173,7 @@ def adamuon(engine: Engine, batches: Sequence[Batch], factors: list[Tensor], sca
         torch._foreach_add_(roots, [moments[i].eps for i in equal])
         torch._foreach_div_(wide, roots)
     new = engine.split(indices, directions)
-    if all(batch.settings["align_rms"] for batch in batches):
+    if all(aligns_rms(batch.group) for batch in batches):
         ratios = list(_alignment(*squares_of_shards(engine, indices, factors, new)).unbind())
         torch._foreach_mul_(ratios, scales)
         foreach.scale_each(new, ratios)
@@ -184,7 +184,7 @@ def adamuon(engine: Engine, batches: Sequence[Batch], factors: list[Tensor], sca
 
 def adamuon_by_kernels(step: Step, factors: list[Tensor]) -> Sequence[float | Tensor]:
     """``v <- EMA(O^2)``; scales of ``O / (sqrt(v) + eps)``, which kernels make when they subtract."""
-    aligned = all(batch.settings["align_rms"] for batch in step.batches)
+    aligned = all(aligns_rms(batch.group) for batch in step.batches)
     norms = step.kernels.moments(step.batches, factors, aligned)
     if not aligned:
         return step.scales

@@ -248,8 +248,8 @@ class Spectron(StackedOptimizer):
         Setting("momentum_beta", "Decay rate of the factors' momenta, in [0, 1); the paper has 0.95.", BELOW_1),
         Setting("num_power_iterations", "Power iterations of a step, for the spectral norms.", count(1), whole=True),
     )
-    group_keys = ("lr", "rank", "momentum_beta", "weight_decay")
-    newton_schulz: NewtonSchulz
+    persistent_group_keys = frozenset({"pairs"})
+    fp32_matmul_prec: MatmulPrecision
     num_power_iterations: int
 
     _factors: FactorPlan  # made by prepare()
@@ -274,24 +274,14 @@ class Spectron(StackedOptimizer):
         tp_mode: TpMode = "duplicated",
         symmetric_products: str | None = None,
     ) -> None:
-        super().__init__(params, locals(), {"pairs": False})
+        super().__init__(params, locals())
 
-    def _settle(self, values: dict[str, Any]) -> None:
-        self.newton_schulz = iteration_of(values)
-        note_short_schedule(self.newton_schulz)
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of weights, or of :func:`factor_pairs`."""
+        super().add_param_group({"pairs": False, **param_group})
 
-    def settings(self) -> dict[str, Any]:
-        """Settings that a checkpoint describes."""
-        return super().settings() | {
-            "coefficients": [list(coefficients) for coefficients in self.newton_schulz.schedule],
-            "fp32_matmul_prec": self.newton_schulz.fp32_matmul_prec,
-            "num_power_iterations": self.num_power_iterations,
-            "tp_mode": self.tp_mode,
-        }
-
-    def settings_of_groups(self) -> dict[str, Any]:
-        """Without ``pairs``, which is no setting."""
-        return {key: value for key, value in super().settings_of_groups().items() if key != "pairs"}
+    def _iteration(self, group: Mapping[str, Any]) -> NewtonSchulz:
+        return iteration_of(group, self.fp32_matmul_prec, self.execution.symmetric_products)
 
     @property
     def projection_errors(self) -> dict[str, float]:
@@ -346,8 +336,8 @@ class Spectron(StackedOptimizer):
         self._factors = plan
         return super()._settled(engine)
 
-    def _check_together(self, group: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-        iteration_of(settings)
+    def _check_together(self, group: Mapping[str, Any]) -> None:
+        self._iteration(group)
 
     def _proposed_plan(self) -> FactorPlan:
         """Factors and their engine, before ranks agree on it."""
@@ -355,7 +345,7 @@ class Spectron(StackedOptimizer):
         described = list[ParamSpec]()
         for name, parameter in zip(self._names(), self._parameters(), strict=True):
             first[parameter] = len(described)
-            iteration = iteration_of(self.effective(self.group_of(parameter)))
+            iteration = self._iteration(self.group_of(parameter))
             names = self.split_of(parameter).names(self.layout(parameter).shape[0])
             for part, matrix in zip(names, self.matrix_layouts(parameter), strict=True):
                 for end, layout in self._sides(parameter, matrix):
@@ -411,6 +401,9 @@ class Spectron(StackedOptimizer):
     def _check_group(self, group: dict[str, Any]) -> None:
         refuse_blockwise(self, "singular values of factors")
         super()._check_group(group)
+        iteration = self._iteration(group)
+        if iteration not in map(self._iteration, self.param_groups[:-1]):
+            note_short_schedule(iteration)
         name = type(self).__name__
         names = names_of_last(self.param_groups)
         for parameter, called in zip(group["params"], names, strict=True):

@@ -19,14 +19,14 @@ def step_form(optimizer: OrthogonalizedOptimizer, device: torch.device) -> tuple
 
     Raises ``ValueError`` if kernels are named and cannot serve.
     """
-    named: StepForm | None = vars(optimizer)["step_kernels"]
+    named = optimizer.execution.step_kernels
     if named == "torch":
-        return named, "named"
+        return "torch", "named"
     if named == "triton":
         reason = triton_missing(device) or reason_against(optimizer)
         if reason is not None:
             raise ValueError(f"step_kernels='triton' cannot serve: {reason}. step_kernels='torch' serves anywhere")
-        return named, "named"
+        return "triton", "named"
     reason = fast_triton(device) or reason_against(optimizer)
     return ("triton", "measured to be faster") if reason is None else ("torch", reason)
 
@@ -39,7 +39,7 @@ def reason_against(optimizer: OrthogonalizedOptimizer) -> str | None:
     for name, parameter in zip(optimizer._names(), optimizer._parameters(), strict=True):
         weight = local(parameter)
         split = declared_split(parameter)
-        momentum = optimizer.momentum_dtype or weight.dtype
+        momentum = optimizer.execution.momentum_dtype or weight.dtype
         if not {weight.dtype, momentum} <= set(DTYPES):
             return f"{name} is in {weight.dtype}, its momentum in {momentum}"
         stacked = split is not None and split.stacked is not None
@@ -50,9 +50,9 @@ def reason_against(optimizer: OrthogonalizedOptimizer) -> str | None:
 
 def _modified(optimizer: OrthogonalizedOptimizer) -> str:
     """What of the groups' modifiers kernels do not do; empty if they serve."""
-    of_groups = [optimizer.effective(group) for group in optimizer.param_groups]
-    wanted = sorted(filter(None, map(by_torch, of_groups)))
+    groups = optimizer.param_groups
+    wanted = sorted(filter(None, map(by_torch, groups)))
     if wanted:
         return f"groups have {' and '.join(dict.fromkeys(wanted))}"
-    differ = [key for key in ("weight_norm", "moment2_method") if len({each[key] for each in of_groups}) > 1]
+    differ = [key for key in ("weight_norm", "moment2_method") if len({group.get(key) for group in groups}) > 1]
     return f"groups differ in {' and '.join(differ)}" if differ else ""

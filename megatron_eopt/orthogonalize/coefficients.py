@@ -3,7 +3,6 @@
 A step maps singular values s to ``a s + b s^3 + c s^5``. A *set* was fitted together, a *schedule* is what is applied.
 """
 
-import contextlib
 import math
 from collections.abc import Sequence
 from typing import Literal, get_args
@@ -129,15 +128,6 @@ def get_coefficients(coefficient_type: CoefficientType = "quintic", steps: int =
             f"Newton-Schulz steps: take {length}{more}"
         )
     return (coefficients * -(-steps // length))[:steps]
-
-
-def name_of_schedule(schedule: Sequence[Sequence[float]]) -> str:
-    """The set of which a schedule is, or ``custom``."""
-    for name in get_supported_coefficient_types():
-        with contextlib.suppress(ValueError):  # of a set that cannot have so many steps
-            if get_coefficients(name, len(schedule)) == tuple(map(tuple, schedule)):
-                return name
-    return "custom"
 
 
 def set_length(coefficient_type: CoefficientType) -> int:

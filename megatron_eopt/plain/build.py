@@ -19,6 +19,7 @@ from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from megatron_eopt.family import DEFAULT_TP_MODE, OPTIMIZERS, OptimizerSpec
 from megatron_eopt.matrices import ATTRIBUTE, tag_declared, warn_of_unmatched
+from megatron_eopt.optimizers.heavy_ball_muon import HeavyBallMuon
 from megatron_eopt.optimizers.soap import SOAP
 from megatron_eopt.optimizers.spectron import Spectron
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
@@ -28,6 +29,7 @@ from megatron_eopt.plain import kinds
 from megatron_eopt.plain.kinds import Group, Rule, decays
 from megatron_eopt.plain.options import OptimizerConfig, config_of, given_fields
 from megatron_eopt.registry import get_optimizer_builder, register_optimizer
+from megatron_eopt.settings.execution import gathered
 from megatron_eopt.step.nonfinite import listed, warn_of_fp16
 from megatron_eopt.step.parameters import FLATTENED, FSDP1_MESSAGE, NAME, parameters_in
 
@@ -203,6 +205,8 @@ def build_adamw(groups: list[Group], config: OptimizerConfig) -> Optimizer:
 
 def build_of_row(row: OptimizerSpec, groups: list[Group], config: OptimizerConfig) -> Optimizer:
     """One optimizer, or one of matrices beside an AdamW."""
+    of_matrices = HeavyBallMuon if row.cls is TensorParallelMuon else row.cls
+    config = replace(config, options=gathered(of_matrices, config.options))
     if row.vectors and not (row.cls is SOAP and any(map(kinds.for_soap, parameters_in(groups)))):
         return row.cls(groups, **_settings(config, row.cls))
     matrices, rest = _divided(row, groups, config)

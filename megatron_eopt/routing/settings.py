@@ -49,8 +49,7 @@ def settings_of(optimizer: str) -> dict[str, Any]:
 
 def settings_of_groups(optimizer: Optimizer) -> dict[str, Any]:
     """Settings that parameter groups may have, with defaults."""
-    own = getattr(optimizer, "settings_of_groups", None)
-    return {key: value for key, value in (own() if own else optimizer.defaults).items() if key not in _COMMON}
+    return {key: value for key, value in optimizer.defaults.items() if key not in _COMMON}
 
 
 @cache

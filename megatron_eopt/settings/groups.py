@@ -9,6 +9,7 @@ from typing import Any, cast, get_args
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_eopt.kernels.precision import MatmulPrecision
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.coefficients import composite_range, set_length
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
@@ -64,13 +65,13 @@ def warn(message: str) -> None:
         logger.warning(message)
 
 
-def iteration_of(settings: Mapping[str, Any]) -> NewtonSchulz:
+def iteration_of(group: Mapping[str, Any], fp32_matmul_prec: MatmulPrecision, products: str | None) -> NewtonSchulz:
     """The iteration of a group's matrices; a ``ValueError`` for an impossible one."""
     return NewtonSchulz(
-        steps=settings["num_ns_steps"],
-        coefficient_type=settings["coefficient_type"],
-        fp32_matmul_prec=settings["fp32_matmul_prec"],
-        products=settings.get("symmetric_products"),
+        steps=group["num_ns_steps"],
+        coefficient_type=group["coefficient_type"],
+        fp32_matmul_prec=fp32_matmul_prec,
+        products=products,
     )
 
 
@@ -112,13 +113,12 @@ def by_parameter(
 ) -> dict[Tensor, dict[str, Any]]:
     """Plain settings of each parameter, for ranks to compare.
 
-    Those of its group under ``keys`` win over those ``of_all``. What users added, ``users``, may differ between ranks,
-    and the plan has the coefficients.
+    Those of its group under ``keys`` win over those ``of_all``. What users added, ``users``, may differ between ranks.
     """
     settings_of: dict[Tensor, dict[str, Any]] = {}
     for group in groups:
         settings = {**of_all, **{key: group[key] for key in sorted(keys) if key in group}}
-        compared = plain({key: x for key, x in settings.items() if key != "coefficients" and key not in users})
+        compared = plain({key: x for key, x in settings.items() if key not in users})
         settings_of |= dict.fromkeys(group["params"], compared)
     return settings_of
 

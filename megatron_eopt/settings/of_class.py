@@ -1,4 +1,4 @@
-"""The settings of a class of optimizers: its constructors' signatures with their records."""
+"""The settings of a class of optimizers: its constructor's arguments with their records."""
 
 import difflib
 import functools
@@ -6,7 +6,8 @@ import inspect
 import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, Literal, get_args, get_origin
+from inspect import Parameter
+from typing import Any, Literal, Unpack, get_args, get_origin
 
 from megatron_eopt.settings.records import RECORDS, Setting
 from megatron_eopt.settings.values import Check, flag, flag_or_none, one_of
@@ -26,48 +27,46 @@ def class_of_ours(cls: type) -> Any:
     return next(filter(is_ours, cls.__mro__))
 
 
+def arguments_of(function: Callable[..., Any]) -> list[Parameter]:
+    """Arguments of a function, with each key of a ``**settings: Unpack[TypedDict]``."""
+    found = []
+    for argument in inspect.signature(function).parameters.values():
+        if get_origin(argument.annotation) is Unpack:
+            [keys] = get_args(argument.annotation)
+            for name, annotation in keys.__annotations__.items():
+                found.append(Parameter(name, Parameter.KEYWORD_ONLY, annotation=annotation))
+        else:
+            found.append(argument)
+    return found
+
+
 def settings_of(cls: type) -> Mapping[str, Setting]:
-    """Name -> setting, of this package's constructor of a class and of that which its ``**settings`` are of."""
+    """Name -> setting, for each argument of this package's constructor of a class."""
     return _settings_of(class_of_ours(cls))
 
 
 @functools.cache
 def _settings_of(ours: Any) -> Mapping[str, Setting]:
-    init = ours.__init__
-    found = dict(settings_of(init.settings_of)) if hasattr(init, "settings_of") else {}
+    found = {}
+    inherited = _settings_of(ours.__base__) if is_ours(ours.__base__) else {}
     records = RECORDS | {record.name: record for record in ours.own_settings}
-    for argument in inspect.signature(init).parameters.values():
-        if argument.name in ("self", "params") or argument.kind is argument.VAR_KEYWORD:
+    for argument in arguments_of(ours.__init__):
+        name = argument.name
+        if name in ("self", "params") or argument.kind is Parameter.VAR_KEYWORD:
             continue
-        record = records.get(argument.name, Setting(argument.name))
+        record = records.get(name, Setting(name))
+        default = argument.default
+        if default is Parameter.empty:  # a key of a TypedDict has the default of the class above, or of the record
+            default = inherited.get(name, record).default
         choices = record.choices or _choices(argument.annotation)
-        found[argument.name] = replace(
+        found[name] = replace(
             record,
             check=record.check or _check(argument.annotation, choices),
             choices=choices,
-            default=argument.default,
+            default=default,
             annotation=argument.annotation,
         )
     return types.MappingProxyType(found)
-
-
-def with_settings[**P](kind: Any, base: type) -> Callable[[Callable[P, None]], Callable[P, None]]:
-    """Let a constructor take ``**settings``, a ``TypedDict`` of ``kind``, of another class's constructor.
-
-    Its signature shows them with the defaults that they have there.
-    """
-
-    def decorate(init: Callable[P, None]) -> Callable[P, None]:
-        signature = inspect.signature(init)
-        written = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        names = kind.__annotations__.keys() - {p.name for p in written}
-        of_base = inspect.signature(base).parameters
-        taken = [p.replace(kind=p.KEYWORD_ONLY) for name, p in of_base.items() if name in names]
-        init.__signature__ = signature.replace(parameters=[*written, *taken])  # type: ignore[attr-defined]
-        init.settings_of = base  # type: ignore[attr-defined]
-        return init
-
-    return decorate
 
 
 def _choices(annotation: Any) -> tuple[Any, ...]:
@@ -95,13 +94,12 @@ def check_values(owner: str, settings: Mapping[str, Setting], values: Mapping[st
             check(f"{owner}: {key}", value)
 
 
-def check_effect(settings: Mapping[str, Setting], given: Iterable[str], values: Mapping[str, Any]) -> None:
-    """Refuse given settings that have an effect only with other values of another one."""
-    for key in given:
-        only_with = settings[key].only_with if key in settings else None
-        if only_with is None:
+def check_effect(settings: Mapping[str, Setting], values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Refuse values unlike the defaults that have an effect only with other values of another setting."""
+    for key, setting in settings.items():
+        if setting.only_with is None or values[key] == defaults[key]:
             continue
-        other, wanted = only_with
+        other, wanted = setting.only_with
         if values[other] not in wanted:
             raise ValueError(
                 f"{key} has no effect with {other} {values[other]!r}, got {values[key]!r}: it belongs to "

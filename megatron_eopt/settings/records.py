@@ -19,6 +19,7 @@ from megatron_eopt.settings.values import (
     UP_TO_1,
     Check,
     count,
+    flag,
     one_of,
     two_below_1,
 )
@@ -63,7 +64,7 @@ class Setting:
         megatrons: whether Megatron has the flag itself.
         choices: of a flag; filled in from a ``Literal``.
         metavar: what ``--help`` calls the flag's value.
-        default: filled in from the signature.
+        default: filled in from the signature, but where a ``TypedDict`` names the setting.
         annotation: filled in from the signature.
     """
 
@@ -91,8 +92,8 @@ RATES = (
 )
 
 DECAY = (
-    Setting("use_decoupled_weight_decay"),
-    Setting("weight_decay_method"),
+    Setting("use_decoupled_weight_decay", planned=True),
+    Setting("weight_decay_method", planned=True),
 )
 
 MOMENTUM = (
@@ -102,6 +103,7 @@ MOMENTUM = (
 
 PARAMETERS = (
     Setting("pg_collection", whole=True),
+    Setting("execution", whole=True),
     Setting("split_qkv", "Orthogonalize fused projections whole.", whole=True, megatrons=True),
     Setting("is_qkv_fn", whole=True),
     Setting("qkv_split_shapes", whole=True),
@@ -142,6 +144,7 @@ NORM = (
         "The norm of a matrix: hold keeps it, and steps have lr times the norm; brake lets a part of its change "
         "through.",
         planned=True,
+        default="none",
     ),
     Setting(
         "brake_outward",
@@ -149,6 +152,7 @@ NORM = (
         UP_TO_1,
         planned=True,
         only_with=("weight_norm", ("brake",)),
+        default=0.5,
     ),
     Setting(
         "brake_inward",
@@ -156,6 +160,7 @@ NORM = (
         UP_TO_1,
         planned=True,
         only_with=("weight_norm", ("brake",)),
+        default=1.0,
     ),
 )
 """Modifiers of the norms of weights."""
@@ -165,6 +170,7 @@ RELATIVE = (
         "relative_update",
         "The norm of an update, before the rate: match makes it --muon-update-ratio times that of its weight.",
         planned=True,
+        default="none",
     ),
     Setting(
         "update_ratio",
@@ -172,6 +178,7 @@ RELATIVE = (
         ABOVE_0,
         planned=True,
         only_with=("relative_update", ("match",)),
+        default=1.0,
     ),
 )
 """Modifiers of the norms of updates."""
@@ -181,34 +188,49 @@ CAUTION = (
         "cautious_weight_decay",
         "Decay only entries whose signs do not differ from their update's (arXiv 2510.12402).",
         planned=True,
+        default=False,
     ),
 )
 
 SECOND_MOMENT = (
-    Setting("moment2_method", "Whose second moment divides factors; none is Muon's own step.", planned=True),
+    Setting(
+        "moment2_method",
+        "Whose second moment divides factors; none is Muon's own step.",
+        planned=True,
+        default="none",
+    ),
     Setting(
         "beta2",
         "Decay rate of the second moment, in [0, 1).",
         BELOW_1,
         only_with=("moment2_method", ("adamuon", "normuon", "namo")),
+        default=0.95,
     ),
     Setting(
         "eps",
         "Bounds the division by the second moment from below.",
         ABOVE_0,
         only_with=("moment2_method", ("adamuon", "normuon", "namo")),
+        default=1e-8,
     ),
     Setting(
         "align_rms",
         "Leave adamuon's update as large as the division makes it.",
         planned=True,
         only_with=("moment2_method", ("adamuon",)),
+        default=True,
     ),
 )
 
 EXECUTION = (
     Setting("data_parallel_group", whole=True),
-    Setting("cuda_graphs", "Replay the step as a CUDA graph, where no other rank shares a parameter.", whole=True),
+    Setting(
+        "cuda_graphs",
+        "Replay the step as a CUDA graph, where no other rank shares a parameter.",
+        flag,
+        whole=True,
+        default=False,
+    ),
     Setting(
         "symmetric_products",
         "Kernel of symmetric products; by default that of a rule on device and dtype.",

@@ -6,7 +6,6 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from operator import is_
-from types import MappingProxyType
 from typing import Any, ClassVar, overload
 
 import torch
@@ -25,7 +24,8 @@ from megatron_eopt.parallel.layout import Layout, split_layout
 from megatron_eopt.parallel.plan_records import TpMode
 from megatron_eopt.parallel.workspace import Workspace
 from megatron_eopt.settings import groups as of_groups
-from megatron_eopt.settings.of_class import check_values, is_ours, misspelt, settings_of
+from megatron_eopt.settings.execution import Execution
+from megatron_eopt.settings.of_class import check_effect, check_values, is_ours, misspelt, settings_of
 from megatron_eopt.settings.records import RECORDS, Setting
 from megatron_eopt.settings.values import without_dimensions
 from megatron_eopt.step.loaded_state import (
@@ -36,8 +36,8 @@ from megatron_eopt.step.loaded_state import (
     hooked,
     lacking,
     mark_of,
-    note_forgotten,
     note_loaded,
+    note_settings,
     place,
     warn_reinitialized,
     with_steps,
@@ -69,12 +69,12 @@ from megatron_eopt.step.state import STATE_OF, States, StateTensor, bytes_of_ent
 from megatron_eopt.step.users_functions import OF_USERS, warn_of_uncalled
 
 ATTRIBUTES = "attributes_of_parameters"  # in what is copied and pickled
+PLANNED = ("tp_mode", "fp32_matmul_prec", "execution")  # attributes by which ranks plan
 HOOKS = ("_optimizer_", "_zero_grad_")  # beginnings of attributes of torch's, which belong to one object
 
 
-def fixed(key: str, default: object = None) -> Any:
-    """An attribute that constructors put into ``vars``, and nobody can set."""
-    return property(lambda self: vars(self).get(key, default))
+def _session_of(cls: type) -> Session:
+    return Session(planned=[key for key, setting in settings_of(cls).items() if setting.planned])
 
 
 class BaseOptimizer(Optimizer):
@@ -87,9 +87,6 @@ class BaseOptimizer(Optimizer):
 
     # What a class says of itself.
     own_settings: ClassVar[tuple[Setting, ...]] = ()  # records of settings that no other optimizer has
-    group_keys: ClassVar[tuple[str, ...]] = ()  # settings that every group has; by default all that are not ``whole``
-    only: Mapping[str, tuple[object, ...]] = MappingProxyType({})  # setting -> values, where some have no place
-    instead: Mapping[str, str] = MappingProxyType({})  # setting -> what to do where a value of it has no place
     persistent_group_keys: ClassVar[frozenset[str]] = frozenset()  # made by itself, and needed to go on alike
     counters: ClassVar[frozenset[str]] = frozenset()  # of these, those that count steps
     split_lengths: ClassVar[tuple[int, ...]] = (3, 4)  # how many logical matrices a fused projection may have
@@ -104,37 +101,41 @@ class BaseOptimizer(Optimizer):
 
     # What constructors set, where they have such an argument.
     pg_collection: TensorParallelGroups | None = None
-    split_qkv: bool = fixed("split_qkv", False)
-    is_qkv_fn: Callable[[Tensor], bool] | None = fixed("is_qkv_fn")
-    qkv_split_shapes: Sequence[int] | None = fixed("qkv_split_shapes")
-    tp_mode: TpMode = fixed("tp_mode", "duplicated")
-    symmetric_products: str | None = None
-    workspace: int = 2**31
-    offload_fraction: float = 0.0  # of the state that has the shape of its parameter: the share in host memory
+    split_qkv: bool = False
+    is_qkv_fn: Callable[[Tensor], bool] | None = None
+    qkv_split_shapes: Sequence[int] | None = None
+    tp_mode: TpMode = "duplicated"
+    execution: Execution = Execution()
 
     _session: Session
 
     def __init__(self, params: ParamsT, arguments: Mapping[str, Any], further: Mapping[str, Any] | None = None) -> None:
         """Check and keep the arguments of a constructor.
 
-        ``arguments`` are its ``locals()``: of these its settings are taken. ``further`` ones are a user's, of groups.
+        ``arguments`` are its ``locals()``: of these its settings are taken. Those of the optimizer as a whole become
+        attributes, all others are in every group. ``further`` ones are a user's, of groups.
         """
         cls = type(self)
         known = settings_of(cls)
         check_named(cls.__name__, arguments.get("settings", {}), known)
         given = {**arguments, **arguments.get("settings", {})}
         values = {key: given.get(key, setting.default) for key, setting in known.items()}
-        in_groups = self.group_keys or [key for key, setting in known.items() if not setting.whole]
-        of_all = {key: value for key, value in values.items() if key not in in_groups}
-        check_values(cls.__name__, known, of_all)
-        self._check_place(of_all)
+        check_values(cls.__name__, known, values)
         if "split_qkv" in known:
             values["qkv_split_shapes"] = checked_split(cls.__name__, values, self.split_lengths)
         warn_of_uncalled(cls)
-        self._session = Session()
+        self._session = _session_of(cls)
         self._settle(values)
-        vars(self).update({key: value for key, value in values.items() if key not in in_groups})
-        super().__init__(params, {**{key: values[key] for key in in_groups}, **(further or {})})
+        in_groups = {}
+        for key, value in values.items():
+            if known[key].whole:
+                vars(self)[key] = value
+            else:
+                in_groups[key] = value
+        if "symmetric_products" in values:  # by those that have no other setting of execution
+            self.execution = Execution(symmetric_products=values["symmetric_products"])
+        self._check_effect(in_groups, {key: setting.default for key, setting in known.items()})
+        super().__init__(params, {**in_groups, **(further or {})})
 
     def __getstate__(self) -> dict[str, Any]:
         """Attributes, torch's state and what parameters say of themselves, for a copy."""
@@ -151,7 +152,7 @@ class BaseOptimizer(Optimizer):
         return kept | super().__getstate__() | {ATTRIBUTES: [vars(p) for p in self._parameters()]}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).setdefault("_session", Session())  # of a copy
+        vars(self).setdefault("_session", _session_of(type(self)))  # of a copy
         attributes = state.pop(ATTRIBUTES, [])
         super().__setstate__(state)
         self.defaults.pop("differentiable", None)  # which torch adds in a load, and nothing here reads
@@ -170,8 +171,12 @@ class BaseOptimizer(Optimizer):
     def _check_group(self, group: dict[str, Any]) -> None:
         """Refuse, by a ``ValueError``, what a new group cannot have."""
 
-    def _check_together(self, group: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-        """Refuse a group whose effective ``settings`` do not go together, each of which is valid."""
+    def _check_together(self, group: Mapping[str, Any]) -> None:
+        """Refuse a group whose settings do not go together, each of which is valid."""
+
+    def _check_effect(self, settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+        """Refuse settings unlike ``defaults`` that have no effect beside others."""
+        check_effect(settings_of(type(self)), settings, defaults)
 
     @abstractmethod
     def _take(self, ok: Flag) -> None:
@@ -183,39 +188,9 @@ class BaseOptimizer(Optimizer):
         return False
 
     def settings(self) -> dict[str, Any]:
-        """Plain settings that a checkpoint describes."""
-        return {key: value for key, value in self.defaults.items() if isinstance(value, str | int | float | bool)}
-
-    def settings_of_groups(self) -> dict[str, Any]:
-        """Settings that groups may have -> their values where a group says nothing."""
-        known = settings_of(type(self))
-        settings = dict(self.defaults)
-        for key, setting in known.items():
-            if key in vars(self) and not setting.whole:
-                settings[key] = vars(self)[key]
-        return {key: value for key, value in settings.items() if self._may_vary(key, known.get(key))}
-
-    def _may_vary(self, key: str, setting: Setting | None) -> bool:
-        """Whether several values of a setting have an effect here."""
-        if len(self.only.get(key, ())) == 1:
-            return False
-        if setting is None or setting.only_with is None:
-            return True
-        other, wanted = setting.only_with
-        return other not in self.only or not set(self.only[other]).isdisjoint(wanted)
-
-    def planned_in_groups(self) -> list[dict[str, Any]]:
-        """Each group's own settings on which the plan depends."""
-        planned = [key for key, setting in settings_of(type(self)).items() if setting.planned]
-        return [{key: group[key] for key in planned if key in group} for group in self.param_groups]
-
-    def effective(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """The settings of a group in a step: its own, else the optimizer's."""
-        settings = {**self.defaults, **group}
-        for key, setting in settings_of(type(self)).items():
-            if key in vars(self) and (setting.whole or key not in settings):
-                settings[key] = vars(self)[key]
-        return settings
+        """Plain settings that no group has, which a checkpoint describes."""
+        whole = {key: vars(self).get(key) for key, setting in settings_of(type(self)).items() if setting.whole}
+        return {key: value for key, value in whole.items() if isinstance(value, str | int | float | bool)}
 
     def scale_rows(self, parameters: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
         """Multiply rows of parameters between steps, as QK-clip does.
@@ -258,19 +233,10 @@ class BaseOptimizer(Optimizer):
         known = {key: setting for key, setting in settings_of(type(self)).items() if not setting.whole}
         own = {key: group[key] for key in known if key in group and key not in self.users_settings}
         check_values(name, known, own)
-        self._check_place(own)
         group |= {key: without_dimensions(value) for key, value in own.items()}
         for key in self.counters & group.keys():
             check_count(f"{name}: {key}", group[key], 0)
-        self._check_together(group, self.effective(group))
-
-    def _check_place(self, values: Mapping[str, Any]) -> None:
-        """Refuse values that have no place in this optimizer."""
-        for key, fitting in self.only.items():
-            if key in values and values[key] not in fitting:
-                wanted = " or ".join(map(repr, fitting))
-                instead = self.instead.get(key, "take the setting away")
-                raise ValueError(f"{type(self).__name__} has no {key} {values[key]!r}, only {wanted}: {instead}")
+        self._check_together(group)
 
     def _check_all_settings(self, groups: Sequence[dict[str, Any]]) -> None:
         for number, group in enumerate(groups):
@@ -284,8 +250,10 @@ class BaseOptimizer(Optimizer):
         return ParamSpec(name, local(parameter).dtype, groups=sharing_groups(parameter, self.pg_collection))
 
     def _planned_settings(self) -> tuple[list[object], list[dict[str, Any]]]:
-        """What the engine depends on, beside the parameters: functions of the user's, settings of groups."""
-        return [vars(self).get(name) for name in OF_USERS], self.planned_in_groups()
+        """What the engine depends on, beside the parameters: what is set on the object, and in groups."""
+        planned = self._session.planned
+        in_groups = [{key: group[key] for key in planned if key in group} for group in self.param_groups]
+        return [vars(self).get(name) for name in (*OF_USERS, *PLANNED)], in_groups
 
     # Parameters and their logical matrices.
 
@@ -372,11 +340,12 @@ class BaseOptimizer(Optimizer):
                 raise ValueError(f"{name} orthogonalizes all groups, and one has use_muon=False: give it to AdamW")
             with of_groups.named(len(self.param_groups) - 1, self.param_groups):
                 self._check_settings(group)
+                self._check_effect(group, self.defaults)
             self._check_group(group)
         except Exception:
             self.param_groups.pop()
             raise
-        known = {"params", *self.defaults, *self.settings_of_groups(), *self.persistent_group_keys}
+        known = {"params", *self.defaults, *self.persistent_group_keys}
         for key in group:
             if key not in known and (key in RECORDS or key in settings_of(type(self))):
                 of_groups.warn(f"{name}: groups have no {key} of their own, so it has no effect in one")
@@ -407,11 +376,12 @@ class BaseOptimizer(Optimizer):
             shapes = {shape for shape, _ in self._session.said}
             refuse_flattened(type(self).__name__, self.param_groups, shapes)
 
-    def _count_anew(self) -> None:
+    def _count_anew(self, parameters: Sequence[Tensor]) -> None:
         """Let counters begin with the state, which its owner may have emptied."""
-        parameters = self._parameters()  # none on a pipeline stage without any, which counts on
-        if self.counters and parameters and not any(self.state.get(p) for p in parameters):
-            for group in self.param_groups:
+        counting = [group for group in self.param_groups if not self.counters.isdisjoint(group)]
+        # a pipeline stage without parameters counts on
+        if counting and parameters and not any(self.state.get(p) for p in parameters):
+            for group in counting:
                 group |= dict.fromkeys(self.counters & group.keys(), 0)
 
     def _has_begun(self, parameter: Tensor, key: str) -> bool:
@@ -432,12 +402,13 @@ class BaseOptimizer(Optimizer):
 
     def on_host(self, parameter: Tensor) -> bool:
         """Whether state in the parameter's shape is in host memory."""
-        if not self.offload_fraction:
+        if not self.execution.offload_fraction:
             return False
         known = self._session.offloaded
         if parameter not in known:  # one that was added, or with which Megatron replaced another
             parameters = self._parameters()
-            known |= zip(parameters, self._states.share_on_host(parameters, self.offload_fraction), strict=True)
+            on_host = self._states.share_on_host(parameters, self.execution.offload_fraction)
+            known |= zip(parameters, on_host, strict=True)
         return known.get(parameter, False)
 
     def state_dict(self) -> dict[str, Any]:
@@ -468,7 +439,7 @@ class BaseOptimizer(Optimizer):
         saved = state_dict["param_groups"]
         groups = self._groups_to_load(saved)
         self._check_all_settings(groups)
-        note_forgotten(self, saved, groups)
+        note_settings(self, saved, groups)
         indices = [index for group in groups for index in group["params"]]
         parameters = list(zip(self._parameters(), indices, strict=False))
         states = apart(state_dict["state"])
@@ -502,7 +473,7 @@ class BaseOptimizer(Optimizer):
                 f"{name}: the state has a different number of parameter groups, {len(saved)} in place of "
                 f"{len(self.param_groups)}"
             )
-        needed = self.defaults.keys() | self.settings_of_groups().keys() | self.persistent_group_keys
+        needed = self.defaults.keys() | self.persistent_group_keys
         groups = []
         for of_state, own in zip(saved, self.param_groups, strict=True):
             group = dict(of_state)
@@ -526,17 +497,18 @@ class BaseOptimizer(Optimizer):
     def proposed(self) -> Engine:
         """Make the engine of :meth:`prepare`, before ranks agree on it."""
         parameters = self._parameters()
-        keys = self.settings_of_groups().keys() | self.defaults.keys()
+        run = self.execution
         # chunks take turns by what is in host memory, also where the plan is the same
-        beside = {**self._session.beside, **self.settings(), "offload_fraction": self.offload_fraction}
-        settings = of_groups.by_parameter(self.param_groups, keys, beside, self.users_settings)
+        beside = {**self._session.beside, **self.settings(), "offload_fraction": run.offload_fraction}
+        beside["momentum_dtype"] = str(run.momentum_dtype)
+        settings = of_groups.by_parameter(self.param_groups, self.defaults, beside, self.users_settings)
         named = zip(self._names(), parameters, strict=True)
         described = [replace(self._described(name, p), settings=settings[p]) for name, p in named]
         device = local(parameters[0]).device if parameters else torch.device("cpu")
-        of_entries = [bytes_of_entry(p, self.state_tensors(p)) for p in parameters if self.offload_fraction]
+        of_entries = [bytes_of_entry(p, self.state_tensors(p)) for p in parameters if run.offload_fraction]
         state = max(of_entries, default=0)
         kept = state + (4 if self.keeps_momenta else 0)
-        workspace = Workspace(bytes=self.workspace, kept=kept, state=state)
+        workspace = Workspace(bytes=run.workspace, kept=kept, state=state)
         return Engine(described, device, self.tp_mode, workspace)
 
     def prepare(self) -> Engine:
@@ -551,12 +523,12 @@ class BaseOptimizer(Optimizer):
         session = self._session
         if session.engine is None:
             self._rebind_parameters()
-            session.tags = self._tags()
+            session.tags = self._tags(self._parameters())
         functions, planned = self._planned_settings()
         if session.engine is None or session.engine_of != (functions, planned):
             self._check_all_settings(self.param_groups)
             engine = self.proposed()
-            check_kernel(self.symmetric_products, engine.device)
+            check_kernel(self.execution.symmetric_products, engine.device)
             try:
                 engine.prepare()
             except CollectiveError as error:
@@ -582,7 +554,8 @@ class BaseOptimizer(Optimizer):
 
     def _settled(self, engine: Engine) -> StepCache:
         """Find what follows from an agreed engine; raises before anything is kept."""
-        return StepCache()
+        parameters = [*self._parameters(), *parameters_in(self._session.also_groups)]
+        return StepCache(dtensors=has_dtensors(parameters))
 
     @property
     def engine(self) -> Engine:
@@ -640,8 +613,8 @@ class BaseOptimizer(Optimizer):
             session.engine = session.nonfinite = None  # of other parameters
         if session.engine is None:
             self._rebind_parameters()
-        self._count_anew()
-        self._check_tags()
+        self._count_anew(parameters)
+        self._check_tags(parameters)
         self._check_gradients(parameters)
         session.without_gradients.look(type(self).__name__, self.param_groups)
         engine = session.engine
@@ -649,7 +622,8 @@ class BaseOptimizer(Optimizer):
             engine = self.prepare()
         if session.steps == 1:
             warn_of_fp16(self._names(), parameters)
-        ok: Flag = self._judged([*parameters, *parameters_in(session.also_groups)])
+        also = parameters_in(session.also_groups) if session.also_groups else []
+        ok: Flag = self._judged([*parameters, *also])
         if ok is not None and ok.device.type == "cpu":
             if not ok:
                 return
@@ -668,7 +642,7 @@ class BaseOptimizer(Optimizer):
         session = self._session
         assert session.nonfinite is not None  # prepared
         gradients = [p.grad for p in parameters]
-        if has_dtensors(gradients):
+        if session.settled.dtensors:
             gradients = [None if x is None else local(x) for x in gradients]
         present = [x is not None for x in gradients[: len(session.parameters)]]
         begins = session.stepping is None
@@ -705,24 +679,24 @@ class BaseOptimizer(Optimizer):
     def _names_of_step(self) -> list[str]:
         return parameter_names([*self.param_groups, *self._session.also_groups])
 
-    def _tags(self) -> list[object]:
+    def _tags(self, parameters: Sequence[Tensor]) -> list[object]:
         """What each parameter says of its logical matrices."""
         if self.elementwise:
             return []
         is_qkv_fn = self.is_qkv_fn if self.split_qkv else None
         tags: list[object] = []
-        for parameter in self._parameters():
+        for parameter in parameters:
             said = vars(parameter)
             is_qkv = is_qkv_fn is not None and bool(is_qkv_fn(parameter))
             shapes = said.get("qkv_split_shapes")
             tags.append((is_qkv, shapes if shapes is None else tuple(shapes), said.get(ATTRIBUTE)))
         return tags
 
-    def _check_tags(self) -> None:
+    def _check_tags(self, parameters: Sequence[Tensor]) -> None:
         """Refuse other logical matrices than those of the plan, which state may follow."""
         if self._session.engine is None:
             return
-        tags = self._tags()
+        tags = self._tags(parameters)
         if tags == self._session.tags:
             return
         for called, then, now in zip(self._names(), self._session.tags, tags, strict=True):

@@ -15,6 +15,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from megatron_eopt.step.state import settings_in
 from megatron_eopt.step.step import Batch
 
 Replay = Callable[[], None]
@@ -104,4 +105,8 @@ class GraphedUpdate:
             own.copy_(rate) if isinstance(rate, Tensor) else own.fill_(rate)
 
     def _key(self, batches: Sequence[Batch]) -> list[object]:
-        return [(b.indices, [t.data_ptr() for t in chain(*b.changed)], {**b.group_settings, **_RATES}) for b in batches]
+        key = list[object]()
+        for batch in batches:
+            places = [x.data_ptr() for x in chain(*batch.changed)]
+            key.append((batch.indices, places, settings_in(batch.group) | _RATES))
+        return key

@@ -152,7 +152,7 @@ class FactoredOptimizer(StackedOptimizer):
 
     def _settings(self, stack: Stack) -> dict[str, Any]:
         """Those of the group, and the kernel of products."""
-        return {**stack.group, KERNEL: self.symmetric_products}
+        return {**stack.group, KERNEL: self.execution.symmetric_products}
 
     def _sides(self, stack: Stack) -> list[Side | None]:
         """The sides of own matrices; None where they have no factor."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_eopt.orthogonalize.forms import nonzero
 from megatron_eopt.parallel.plan_records import Matrix
 from megatron_eopt.step.base import BaseOptimizer
-from megatron_eopt.step.modifiers import OPTIONAL, RADIUS, holds, needs_norm, without_matrix
+from megatron_eopt.step.modifiers import OPTIONAL, RADIUS, without_matrix
 from megatron_eopt.step.parameters import local
 from megatron_eopt.step.state import StateTensor
 from megatron_eopt.step.weight_step import norms_of_shards
@@ -29,12 +29,13 @@ def find_norms(optimizer: BaseOptimizer) -> None:
     settled = optimizer._session.settled
     needing = list[Tensor]()
     held = set[Tensor]()
-    for group, settings in zip(optimizer.param_groups, settled.planned, strict=True):
-        if holds(settings):
+    for group, modified in zip(optimizer.param_groups, settled.modified, strict=True):
+        if modified.holds:
             held.update(group["params"])
-        if holds(settings) or (needs_norm(settings) and not settled.norms_checked):
+        if modified.holds or (modified.needs_norm and not settled.norms_checked):
             needing += group["params"]
-    begin_norms(optimizer, type(optimizer).__name__, needing, held)
+    if needing:
+        begin_norms(optimizer, type(optimizer).__name__, needing, held)
     settled.norms_checked = True
 
 

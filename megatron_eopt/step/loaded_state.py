@@ -30,7 +30,9 @@ from megatron_eopt.step.state import (
 
 logger = logging.getLogger(__name__)
 
-UNMARKED = frozenset({"tp_mode", "momentum_dtype"})  # exact in all but one value; and what the state shows by itself
+# Settings of the optimizer as a whole with which another value makes the same steps, but for one of tp_mode.
+UNMARKED = frozenset({"tp_mode", "symmetric_products", "share_over_dp", "collective_state_dict"})
+RATES = frozenset({"lr", "weight_decay"})  # which schedulers change
 
 Saved = Sequence[tuple[Tensor, Mapping[str, Any]]]
 """Parameters, and what a state dict has for each."""
@@ -44,36 +46,42 @@ def name_in_states(cls: type) -> str:
 
 def mark_of(optimizer: Any) -> str:
     """Its :func:`name_in_states`, and, as JSON, settings that groups lack and that are no default."""
-    given = {key: value for key, (value, default) in _beside_groups(optimizer).items() if value != default}
+    known = settings_of(type(optimizer))
+    given = {key: value for key, value in _marked(optimizer).items() if value != known[key].default}
     return name_in_states(type(optimizer)) + (f" {json.dumps(given)}" if given else "")
 
 
-def _beside_groups(optimizer: Any) -> dict[str, tuple[Any, Any]]:
-    """Settings that groups lack -> their values, and their defaults."""
-    known = settings_of(type(optimizer))
-    found = {}
-    for key, value in plain(optimizer.settings() | optimizer.settings_of_groups()).items():
-        if key in known and key not in optimizer.defaults and key not in UNMARKED:
-            found[key] = value, known[key].default
-    return found
+def _marked(optimizer: Any) -> dict[str, Any]:
+    return {key: value for key, value in optimizer.settings().items() if key not in UNMARKED}
 
 
-def note_forgotten(optimizer: Any, saved: Iterable[Mapping[str, Any]], groups: Iterable[Mapping[str, Any]]) -> None:
-    """Warn of settings in marks of ``saved`` groups that ``groups`` to be loaded go on without."""
+def note_settings(optimizer: Any, saved: Iterable[Mapping[str, Any]], groups: Iterable[Mapping[str, Any]]) -> None:
+    """Warn of settings that a load replaces by the state's, and of those of the state that it goes on without."""
     name = type(optimizer).__name__
-    settings = optimizer.settings() | optimizer.settings_of_groups()
-    forgotten = dict[str, None]()  # in order
-    defaults = {key: default for key, (_, default) in _beside_groups(optimizer).items()}
-    defaults = json.loads(json.dumps(plain(defaults)))
-    for was, group in zip(saved, groups, strict=False):
+    marked = _marked(optimizer)
+    of_class = settings_of(type(optimizer))
+    defaults = {key: of_class[key].default for key in marked}
+    without = dict[str, None]()  # in order
+    replaced = dict[str, None]()
+    known = {key for key, setting in of_class.items() if not setting.whole} - RATES
+    for was, loaded, own in zip(saved, groups, optimizer.param_groups, strict=True):
         writer, _, given = was.get(STATE_OF, "").partition(" ")
         made_with = {**defaults, **json.loads(given or "{}")} if writer else {}
-        now = json.loads(json.dumps(plain({**settings, **group})))
         for key, value in made_with.items():
-            if key not in was and now.get(key, value) != value:
-                forgotten[f"{key} {value!r} and goes on with {now[key]!r}"] = None
-    if forgotten:
-        warn(f"{name} loads a state that was made with {', with '.join(forgotten)}: build it as it was to go on alike")
+            if marked.get(key, value) != value:
+                without[f"{key} {value!r} and goes on with {marked[key]!r}"] = None
+        for key in sorted(known):
+            if _as_plain(loaded[key]) != _as_plain(own[key]):
+                replaced[f"{key} {own[key]!r} by {loaded[key]!r}"] = None
+    if without:
+        warn(f"{name} loads a state that was made with {', with '.join(without)}: build it as it was to go on alike")
+    if replaced:
+        warn(f"{name} takes the settings of the loaded state: {', '.join(replaced)}")
+
+
+def _as_plain(value: Any) -> Any:
+    """A setting to compare: a list comes back from a file where a tuple went in."""
+    return json.dumps(plain({"": value}))
 
 
 def hooked(optimizer: Optimizer, name: str, state_dict: Mapping[str, Any]) -> dict[str, Any]:

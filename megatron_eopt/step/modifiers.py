@@ -16,7 +16,10 @@ emerging-optimizers 0.5, weight_update_hooks.  [3] Wen et al., Hyperball Optimiz
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
+
+from megatron_eopt.settings.records import DecayMethod, Moment2Method, WeightNorm
 
 RADIUS = "radius"  # kept of each logical matrix whose norm is held
 MOMENT2_BUFFER = "moment2_buffer"
@@ -33,44 +36,101 @@ def without_matrix(key: str) -> str:
     return key if key in OPTIONAL else key.rpartition("_")[0]
 
 
-def holds(settings: Mapping[str, Any]) -> bool:
+@dataclass(frozen=True)
+class Modified:
+    """How a group's updates and weights are modified, found when the step is planned."""
+
+    decay_method: DecayMethod
+    moment2_method: Moment2Method
+    cautious: bool  # whether weight decay waits for the signs of the update
+    holds: bool  # whether matrices keep their norms
+    measured: bool  # whether norms of whole matrices size the step
+    needs_norm: bool  # whether a weight of norm 0 would never move
+
+
+def modified(group: Mapping[str, Any], decay_method: DecayMethod) -> Modified:
+    """What the settings of a group ask for."""
+    return Modified(
+        decay_method,
+        moment2_of(group),
+        cautious=is_cautious(group),
+        holds=holds(group),
+        measured=measures(group),
+        needs_norm=needs_norm(group),
+    )
+
+
+def modifiers_in(group: Mapping[str, Any]) -> list[str]:
+    """Settings of a group that say which modifiers it has."""
+    names = ("cautious_weight_decay", "weight_norm", "relative_update", "moment2_method", "align_rms")
+    return [name for name in names if name in group]
+
+
+def weight_norm_of(group: Mapping[str, Any]) -> WeightNorm:
+    """What is done to norms of weights; nothing by an optimizer without the setting, as below."""
+    weight_norm: WeightNorm = group.get("weight_norm", "none")
+    return weight_norm
+
+
+def moment2_of(group: Mapping[str, Any]) -> Moment2Method:
+    """Whose second moment divides factors."""
+    method: Moment2Method = group.get("moment2_method", "none")
+    return method
+
+
+def matches(group: Mapping[str, Any]) -> bool:
+    """Whether norms of updates follow those of weights."""
+    return bool(group.get("relative_update", "none") == "match")
+
+
+def is_cautious(group: Mapping[str, Any]) -> bool:
+    """Whether weight decay waits for the signs of the update."""
+    return bool(group.get("cautious_weight_decay", False))
+
+
+def aligns_rms(group: Mapping[str, Any]) -> bool:
+    """Whether updates of adamuon have Muon's size."""
+    return bool(group.get("align_rms", True))
+
+
+def holds(group: Mapping[str, Any]) -> bool:
     """Whether matrices keep their norms."""
-    return settings.get("weight_norm") == "hold"
+    return weight_norm_of(group) == "hold"
 
 
-def measures(settings: Mapping[str, Any]) -> bool:
+def measures(group: Mapping[str, Any]) -> bool:
     """Whether norms of global matrices are needed."""
-    return settings.get("weight_norm", "none") != "none" or settings.get("relative_update", "none") != "none"
+    return weight_norm_of(group) != "none" or matches(group)
 
 
-def needs_norm(settings: Mapping[str, Any]) -> bool:
+def needs_norm(group: Mapping[str, Any]) -> bool:
     """Whether a weight of norm 0 would never move."""
-    return holds(settings) or settings.get("relative_update", "none") != "none"
+    return holds(group) or matches(group)
 
 
-def sizes(settings: Mapping[str, Any]) -> str | None:
+def sizes(group: Mapping[str, Any]) -> str | None:
     """How large updates are, where scale settings have no effect."""
-    if holds(settings):
+    if holds(group):
         return "lr times the norm of the matrix, by weight_norm 'hold'"
-    if settings.get("relative_update") == "match":
+    if matches(group):
         return "lr times update_ratio times the norm of the matrix, by relative_update 'match'"
     return None
 
 
-def by_torch(settings: Mapping[str, Any]) -> str:
+def by_torch(group: Mapping[str, Any]) -> str:
     """What kernels of steps do not do; empty if they serve."""
     others = []
-    if settings["relative_update"] != "none":
+    if matches(group):
         others.append("relative_update")
-    if settings["weight_norm"] == "brake":
+    if weight_norm_of(group) == "brake":
         others.append("weight_norm 'brake'")
     return " and ".join(others)
 
 
-def check_modifiers(name: str, settings: Mapping[str, Any]) -> None:
+def check_modifiers(name: str, group: Mapping[str, Any]) -> None:
     """Refuse modifiers that have no effect beside held norms."""
-    of_size = settings["relative_update"] != "none" or not settings["align_rms"]
-    if holds(settings) and (of_size or settings["cautious_weight_decay"]):
+    of_size = matches(group) or not aligns_rms(group)
+    if holds(group) and (of_size or is_cautious(group)):
         raise ValueError(
             f"{name}: relative_update, align_rms and cautious_weight_decay have no effect with weight_norm 'hold', "
             f"whose updates have lr times the norm of the weight, and which has no weight decay: take them away"

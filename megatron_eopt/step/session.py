@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.step.cuda_graph import GraphedUpdate
+from megatron_eopt.step.modifiers import Modified
 from megatron_eopt.step.nonfinite import Flag, NonFinite, WithoutGradients
 from megatron_eopt.step.offload import Streamed
 from megatron_eopt.step.step_kernels import StepKernels
@@ -21,7 +22,11 @@ class StepCache:
     """What follows from an engine, each found when it is first needed."""
 
     state_keys: list[list[str]] | None = None  # of the state of each parameter
-    planned: list[dict[str, Any]] = field(default_factory=list)  # settings of groups when planned; rates have changed
+    dtensors: bool = False  # whether parameters are any
+    modified: list[Modified] = field(default_factory=list)  # how groups are
+    needs_norms: bool = False  # whether norms of weights are to be found before the step
+    by_user: bool = False  # whether a user's methods make updates of whole parameters
+    copied: int = 0  # bytes of each entry that the program copies where kernels serve
     scales: list[list[float]] | None = None  # of each parameter's matrices
     kernels: StepKernels | None = None  # what does the elementwise work; None for torch
     graphed: GraphedUpdate | None = None  # a captured step, which reads tables of the kernels
@@ -34,6 +39,7 @@ class StepCache:
 class Session:
     """What is known of plans, groups and steps."""
 
+    planned: list[str] = field(default_factory=list)  # settings of groups by which ranks plan
     engine: Engine | None = None
     parameters: list[Tensor] = field(default_factory=list)  # that it was made for
     tags: list[object] = field(default_factory=list)  # what these said of their logical matrices

@@ -5,7 +5,7 @@ that all ranks have alike, and save one rank's.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal, NamedTuple, TypeGuard
@@ -31,6 +31,13 @@ PREVIOUS_GRADIENT = "previous_gradient"  # that of the last step
 HAS_PREVIOUS = "has_previous"  # 1 where there is one: after a step with a rate above 0
 STATE_OF = "state_of"  # in a group: the name of the optimizer that keeps its state
 NO_SETTINGS = frozenset({"params", "param_names", STATE_OF})  # in a group
+
+
+def settings_in(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a group, without its parameters."""
+    return {key: value for key, value in group.items() if key not in NO_SETTINGS}
+
+
 SIDES: tuple[Literal["rows"], Literal["columns"]] = ("rows", "columns")
 
 

@@ -16,11 +16,10 @@ from megatron_eopt.parallel.rectangles import Shape
 from megatron_eopt.parallel.scheduler import Shards
 from megatron_eopt.parallel.statistics import StatisticsRequest
 from megatron_eopt.settings.groups import MOMENTUM_STEPS
-from megatron_eopt.settings.records import DecayMethod
 from megatron_eopt.settings.values import Scalar
 from megatron_eopt.step import foreach
 from megatron_eopt.step.foreach import MomentumRule, Tensors
-from megatron_eopt.step.modifiers import RADIUS, holds
+from megatron_eopt.step.modifiers import RADIUS, Modified
 from megatron_eopt.step.nonfinite import Flag
 from megatron_eopt.step.rounding import store
 from megatron_eopt.step.state import MOMENTUM_BUFFER
@@ -47,16 +46,13 @@ class Batch:
     weights: list[Tensor]  # this rank's shards of them
     gradients: list[Tensor]  # of each; cast_to_average() has them in its dtype
     state: list[dict[str, Tensor]]  # of each, by key: this rank's shards of what a step changes
-    settings: Mapping[str, Any]  # effective ones of the group
-    group_settings: Mapping[str, Any]  # those that the group has itself, for methods of users
+    group: Mapping[str, Any]  # with its settings
     lr: Scalar
     beta: float  # of the momentum in this step
     nesterov: bool
     weight_decay: Scalar
     decays: bool  # whether there is a weight decay; a tensor may be one, since no device is asked
-    decay_method: DecayMethod
-    cautious: bool = False  # whether weight decay waits for the signs of the update
-    measured: bool = False  # whether norms of whole matrices size the step
+    modified: Modified
     ok: Flag = None
     rounded: bool = False  # whether momenta are in bf16, and rounded at random
 
@@ -122,7 +118,7 @@ class Step:
     @property
     def has_views(self) -> bool:
         """Whether kernels read factors where they lie, which nothing may write to."""
-        return self.kernels is not None and not self.batches[0].measured
+        return self.kernels is not None and not self.batches[0].modified.measured
 
     def split(self, tensors: list[Tensor]) -> list[Tensor]:
         """Logical matrices of tensors as the parameters; empties the list."""
@@ -157,8 +153,9 @@ class Step:
         if self.kernels is not None:
             return
         for batch in self.batches:
-            if batch.decays and batch.decay_method != "l2" and not batch.cautious:
-                factor = 1 - foreach.decay_power(batch.lr, batch.decay_method) * batch.weight_decay
+            method = batch.modified.decay_method
+            if batch.decays and method != "l2" and not batch.modified.cautious:
+                factor = 1 - foreach.decay_power(batch.lr, method) * batch.weight_decay
                 foreach.scale(batch.weights, factor, batch.ok)
 
     def momentum(self, rule: MomentumRule = foreach.average) -> Shards:
@@ -179,11 +176,11 @@ class Step:
             if batch.rounded:
                 momenta = [x.float() for x in momenta]
                 gradients = [x.float() for x in gradients]
-            if batch.decays and batch.decay_method == "l2":
+            if batch.decays and batch.modified.decay_method == "l2":
                 gradients = foreach.with_decay(gradients, batch.weights, batch.weight_decay)
             u = rule(momenta, gradients, batch.beta, batch.nesterov, batch.ok)
             if batch.rounded:
-                store(batch.momenta, momenta, batch.settings[MOMENTUM_STEPS])
+                store(batch.momenta, momenta, batch.group[MOMENTUM_STEPS])
                 u = [x.to(weight.dtype) for x, weight in zip(u, batch.weights, strict=True)]
             updates += u
         return self.split(updates)
@@ -255,13 +252,13 @@ class Step:
         updates = scaled(list(factors), scales)
         pairs = list(zip(self.batches, self.by_batch(updates), strict=True))
         for batch, of_batch in pairs:
-            if batch.decays and batch.cautious:
-                rate = foreach.decay_power(batch.lr, batch.decay_method) * batch.weight_decay
+            if batch.decays and batch.modified.cautious:
+                rate = foreach.decay_power(batch.lr, batch.modified.decay_method) * batch.weight_decay
                 decay_cautiously(batch.weights, self._merged(batch, of_batch), 1 - batch.if_ok(rate))
-        measured = [pair for pair in pairs if pair[0].measured]
+        measured = [pair for pair in pairs if pair[0].modified.measured]
         coefficients = iter(self._measured_coefficients(measured) if measured else ())
         for batch, of_batch in pairs:
-            if not batch.measured:
+            if not batch.modified.measured:
                 foreach.subtract(batch.weights, self._merged(batch, of_batch), batch.lr, batch.ok)
                 continue
             shards = self.engine.split(batch.indices, list(batch.weights))
@@ -269,7 +266,7 @@ class Step:
             write_back(self.engine, batch.indices, batch.weights, shards)
 
     def _subtract_by_kernels(self, factors: Tensors, scales: Scales, divide: bool) -> None:
-        if self.batches[0].measured:  # all hold norms, else kernels do not serve
+        if self.batches[0].modified.measured:  # all hold norms, else kernels do not serve
             factors = scaled(list(factors), scales)
             norms = self.kernels.products_of_weights(self.batches, factors)
             *squares, positive, negative = squares_of_shards(self.engine, self.indices, *norms)
@@ -305,11 +302,11 @@ class Step:
         measured = zip(squares.split(numbers, 1), inner.split(numbers), strict=True)
         for batch, (norms, products) in zip(batches, measured, strict=True):
             rate = batch.if_ok(batch.lr)
-            if holds(batch.settings):
+            if batch.modified.holds:
                 radii = torch.stack(list(chain(*batch.matrix_states(RADIUS))))
                 coefficients.append(on_spheres(norms, products, radii, radii * rate))
             else:
-                coefficients.append(resized(norms, products, rate, batch.settings))
+                coefficients.append(resized(norms, products, rate, batch.group))
         return coefficients
 
 

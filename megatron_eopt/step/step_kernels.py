@@ -181,7 +181,7 @@ class StepKernels:
             batch = batches[x.batch]
             beta = float(batch.beta)
             decay = _float(batch.weight_decay)
-            step = batch.settings[MOMENTUM_STEPS] % 2**31 if batch.rounded else 0
+            step = batch.group[MOMENTUM_STEPS] % 2**31 if batch.rounded else 0
             numbers = (beta, 1 - beta, decay, step)
             of_matrices = x.table if corrections is None else corrections
             launch(momentum_kernel, x, _flag(batch), others[x.first], out, of_matrices, *numbers)
@@ -196,7 +196,7 @@ class StepKernels:
         norms = [_room(x, factors, wanted) for x in launches]
         for x, out in zip(launches, norms, strict=True):
             batch = batches[x.batch]
-            numbers = (_float(1 - batch.settings["beta2"]), _float(batch.settings["eps"]))
+            numbers = (_float(1 - batch.group["beta2"]), _float(batch.group["eps"]))
             launch(moment_kernel, x, _flag(batch), factors[x.first], out, *numbers)
         return _by_matrix(launches, norms, factors, wanted)
 
@@ -245,7 +245,7 @@ class StepKernels:
         for x in self._launches(subtract_kernel, batches, factors, sides, constants, on_host, lines):
             batch = batches[x.batch]
             scale = float(x.scale) if joined is None else joined
-            eps = _float(batch.settings["eps"]) if divided else 0.0
+            eps = _float(batch.group["eps"]) if divided else 0.0
             launch(subtract_kernel, x, _flag(batch), factors[x.first], *_rates(batch), scale, eps)
 
     def rotate(self, batches: Sequence[Batch], factors: Tensors, coefficients: Tensor) -> None:
@@ -288,7 +288,7 @@ class StepKernels:
             tensors = list(chain(*(_tensors(batch, side) for side in sides)))
             seen += [*map(address, tensors)], [*map(Tensor.stride, tensors)], [x.dtype for x in tensors]
             seen.append([isinstance(x, Tensor) for x in (batch.lr, batch.weight_decay)])
-            seen.append((batch.nesterov, batch.decays, batch.decay_method, batch.cautious))
+            seen.append((batch.nesterov, batch.decays, batch.modified))
         whole = others
         if isinstance(others, Rows):
             seen.append(others.rows)
@@ -480,7 +480,7 @@ def _compiled(
     square = lie != _BY_ROWS or others_lie == _BY_COLUMNS or not sides
     width = _SQUARE if square else min(_WIDEST, _power(pieces[0].cols))
     weight = batch.weights[n].dtype
-    l2 = batch.decay_method == "l2"
+    l2 = batch.modified.decay_method == "l2"
     known: dict[str, Any] = constants | {
         "HEIGHT": min(_TILE // width, _power(pieces[0].rows)),
         "WIDTH": width,
@@ -491,7 +491,7 @@ def _compiled(
         "NESTEROV": batch.nesterov,
         "AT_RANDOM": batch.rounded,
         "DECAYS": batch.decays and not l2,
-        "CAUTIOUS": batch.cautious,
+        "CAUTIOUS": batch.modified.cautious,
         "RATES_ON_DEVICE": any(isinstance(x, Tensor) for x in _rates(batch)),
         "SCALED": scale != 1 or constants.get("SCALES_ON_DEVICE", False),
         "LINES": lines,
@@ -539,7 +539,7 @@ def _float(x: Scalar) -> Scalar:
 def _rates(batch: Batch) -> tuple[Scalar, Scalar]:
     """The learning rate, and what decay leaves of a weight."""
     lr = batch.lr
-    kept = 1 - foreach.decay_power(batch.lr, batch.decay_method) * batch.weight_decay
+    kept = 1 - foreach.decay_power(batch.lr, batch.modified.decay_method) * batch.weight_decay
     tensors = [x for x in (lr, kept) if isinstance(x, Tensor) and x.device.type != "cpu"]
     if not tensors:
         return _float(lr), _float(kept)

@@ -9,6 +9,7 @@ from torch import Tensor
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.scheduler import Program, resume
 from megatron_eopt.step import foreach
+from megatron_eopt.step.state import settings_in
 from megatron_eopt.step.step import Batch, Step, cast_to_average
 from megatron_eopt.step.users_functions import checked
 
@@ -63,7 +64,7 @@ def _updates(
     by_name = {argument.name for argument in taken[2:]}
     of_parameters = iter(momenta)
     for batch in batches:
-        settings = {key: value for key, value in batch.group_settings.items() if takes_all or key in by_name}
+        settings = {key: x for key, x in settings_in(batch.group).items() if takes_all or key in by_name}
         for index, p in zip(batch.indices, batch.parameters, strict=True):
             momentum = next(of_parameters)
             if not momentum.numel() and not engine.shares(index):

@@ -12,6 +12,7 @@ from megatron_eopt.parallel.plan_records import Matrix
 from megatron_eopt.parallel.statistics import StatisticsRequest, norms_of
 from megatron_eopt.step import foreach
 from megatron_eopt.step.foreach import Tensors
+from megatron_eopt.step.modifiers import matches, weight_norm_of
 
 
 def decay_cautiously(weights: Tensors, updates: Tensors, factor: Tensor) -> None:
@@ -47,18 +48,18 @@ def on_spheres(squares: Tensor, inner: Tensor, radii: Tensor, lengths: Tensor) -
     return torch.stack([moves, steps, radii / nonzero(squared.sqrt())], 1)
 
 
-def resized(squares: Tensor, inner: Tensor, rate: Tensor, settings: Mapping[str, Any]) -> Tensor:
+def resized(squares: Tensor, inner: Tensor, rate: Tensor, group: Mapping[str, Any]) -> Tensor:
     """As :func:`on_spheres`, of other modifiers; ``rate`` is ``lr``, or 0 where all stays."""
     squared_weights, squared_updates = squares
     norms = squared_weights.sqrt()
     steps = rate.expand(len(norms))
-    if settings["relative_update"] == "match":
-        steps = steps * (settings["update_ratio"] * norms / nonzero(squared_updates.sqrt()))
+    if matches(group):
+        steps = steps * (group["update_ratio"] * norms / nonzero(squared_updates.sqrt()))
     resize = torch.ones_like(norms)
-    if settings["weight_norm"] == "brake":
+    if weight_norm_of(group) == "brake":
         after = (squared_weights - 2 * steps * inner + steps.square() * squared_updates).clamp(min=0).sqrt()
         change = after - norms
-        kept = torch.where(change > 0, settings["brake_outward"], settings["brake_inward"])
+        kept = torch.where(change > 0, group["brake_outward"], group["brake_inward"])
         resize = (norms + kept * change) / nonzero(after)
     return torch.stack([_has_direction(steps, squared_updates), steps, resize], 1)
 

@@ -273,10 +273,6 @@ class StackedOptimizer(BaseOptimizer):
         """An optimizer's algorithm; None while it makes factors alone."""
         raise NotImplementedError
 
-    def settings(self) -> dict[str, Any]:
-        """Settings that a checkpoint describes."""
-        return super().settings() | {"split_qkv": self.split_qkv}
-
     @property
     def matrices_updated(self) -> int:
         """Also counts matrices without a factor."""
@@ -397,7 +393,8 @@ class StackedOptimizer(BaseOptimizer):
         """Whether a chunk has room for them."""
         # where each rank holds a copy of each matrix, all copies of a chunk are there at once
         return all(
-            load <= (self.workspace // IN_FLIGHT if key == ALL_RANKS else MOST_BYTES) for key, load in loads.items()
+            load <= (self.execution.workspace // IN_FLIGHT if key == ALL_RANKS else MOST_BYTES)
+            for key, load in loads.items()
         )
 
     def _divided(self, members: Sequence[Member]) -> list[list[list[Member]]]:

@@ -1,6 +1,5 @@
 """What ``bits.py`` records: every optimizer in its forms, the parameters of a rank, and the gradients of each step."""
 
-import inspect
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -15,6 +14,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import megatron_eopt as eopt
+from megatron_eopt.optimizers.heavy_ball_muon import HeavyBallMuon
+from megatron_eopt.settings.execution import gathered
+from megatron_eopt.settings.of_class import settings_of
 
 RANKS = {"one process": 1, "TP=2": 2, "TP=4": 4, "DP=2": 2, "FSDP2": 2}
 SHARDED, ALONE, UNCUT_OR_TP = ("TP=2", "TP=4", "FSDP2"), ("one process",), ("one process", "TP=2", "TP=4", "DP=2")
@@ -120,8 +122,10 @@ def build(
 ) -> Any:
     """The optimizer of a case, with two groups."""
     cls: Any = Own if case.cls == "Own" else getattr(eopt, case.cls)
-    written = eopt.TensorParallelMuon if case.cls == "Muon" else cls.__init__  # Muon's **muon_settings are those
-    takes = {**inspect.signature(written).parameters, **inspect.signature(cls).parameters}
+    written = HeavyBallMuon if case.cls == "Muon" else cls  # Muon's **muon_settings are those
+    takes = set(settings_of(written))
+    if "execution" in takes:
+        takes |= {"data_parallel_group"}
     usual: dict[str, Any] = {
         **{"momentum": beta, "momentum_beta": beta, "betas": (beta, 0.98), "fp32_matmul_prec": precision},
         **{"split_qkv": True, "is_qkv_fn": lambda p: hasattr(p, "qkv_split_shapes"), "qkv_split_shapes": (1, 1, 1)},
@@ -139,6 +143,7 @@ def build(
     both = [{"params": matrices[:3]}, {"params": second, "lr": 0.03, **case.second}]
     if "A" in parameters:
         both.append(eopt.factor_pairs([rest]))
+    settings = gathered(HeavyBallMuon if case.cls == "Muon" else cls, settings)
     return cls(both, rest, **settings) if case.cls == "Muon" else cls(both, **settings)
 
 

@@ -15,6 +15,7 @@ from torch.autograd import DeviceType
 from megatron_eopt import TensorParallelMuon
 from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.parallel.rectangles import Shape
+from megatron_eopt.settings.execution import gathered
 
 Build = Callable[[Sequence[Tensor]], Any]
 
@@ -92,7 +93,11 @@ def muons(run: Run) -> dict[str, tuple[Build, str]]:
     }
     if not run.on_gpu:
         del ways["ours, muon, as a graph"]
-    return {x: (partial(TensorParallelMuon, lr=1e-4, **way), way["fp32_matmul_prec"]) for x, way in ways.items()}
+    found: dict[str, tuple[Build, str]] = {}
+    for name, way in ways.items():
+        settings = gathered(TensorParallelMuon, way)
+        found[name] = partial(TensorParallelMuon, lr=1e-4, **settings), way["fp32_matmul_prec"]
+    return found
 
 
 def others() -> dict[str, tuple[Build, str]]:

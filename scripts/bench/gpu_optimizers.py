@@ -39,6 +39,7 @@ from megatron_eopt.parallel.cost import step_bytes, whole_flops
 from megatron_eopt.parallel.plan_records import TpMode
 from megatron_eopt.parallel.rectangles import Shape
 from megatron_eopt.plain import OptimizerConfig, build_optimizer
+from megatron_eopt.settings.execution import gathered
 
 TRITON_TESTS = "tests/kernels/test_triton_kernel.py"
 NATIVE_TESTS = ("tests/optimizers/test_step_kernels.py", TRITON_TESTS, "tests/optimizers/test_graphs.py")
@@ -180,7 +181,9 @@ def trajectory(
     exact = {"fp32_matmul_prec": "highest"} if OPTIMIZERS[name].takes("fp32_matmul_prec") else {}
     before = [torch.randn(shape, generator=generator) for shape in shapes]
     parameters = [nn.Parameter(x.clone().to(device)) for x in before]
-    optimizer = OPTIMIZERS[name].cls(parameters, **{"lr": 0.01, **SMALL.get(name, {}), **exact, **settings})
+    optimizer = OPTIMIZERS[name].cls(
+        parameters, **gathered(OPTIMIZERS[name].cls, {"lr": 0.01, **SMALL.get(name, {}), **exact, **settings})
+    )
     for step in range(1, STEPS + 1):
         gradients = [torch.randn(shape, generator=generator) for shape in shapes]
         gradients[0][1, 2] += torch.nan if step == BAD else 0

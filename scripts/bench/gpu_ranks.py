@@ -14,6 +14,7 @@ from gpu_optimizers import muon_of
 from gpu_verdicts import Run, in_a_row, world
 from torch import Tensor
 
+from megatron_eopt import Execution
 from megatron_eopt.parallel import collectives
 
 # None is what users of FSDP2 have who name no backend
@@ -32,7 +33,8 @@ def nccl(run: Run) -> None:
             if backend == BACKENDS[run.device.type][0]:
                 tell_times(run)
             groups = SimpleNamespace(tp=dist.group.WORLD, expt_tp=None)
-            shared: dict[str, Any] = {"pg_collection": groups, "data_parallel_group": dist.group.WORLD}
+            run_on = Execution(data_parallel_group=dist.group.WORLD)
+            shared: dict[str, Any] = {"pg_collection": groups, "execution": run_on}
             both = [muon_of([(64, 32), (32, 64)], run.device, **settings) for settings in ({}, shared)]
             for optimizer in both:
                 optimizer.step()

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.kernels import triton_kernel, triton_norms
+from megatron_eopt.settings.execution import gathered
 
 LAYER: tuple[tuple[int, ...], ...] = ((2304, 768), (768, 768), (3072, 768), (768, 3072))  # of a GPT of 124M
 SETS: dict[str, Sequence[tuple[int, ...]]] = {
@@ -133,7 +134,7 @@ def launches_of_step(name: str, shapes: Sequence[tuple[int, ...]], **settings: A
         parameters = [torch.nn.Parameter(torch.empty(shape, device="cuda")) for shape in shapes]
         for p in parameters:
             p.grad = torch.empty_like(p)
-        optimizer = row.cls(parameters, **settings)
+        optimizer = row.cls(parameters, **gathered(row.cls, settings))
         modes.enter_context(counted)
         for _ in range(STEPS):
             counted.kernels.clear()

@@ -25,10 +25,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import megatron_eopt
-from megatron_eopt import TensorParallelMuon
+from megatron_eopt import Execution, TensorParallelMuon
 from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.parallel.cost import plan_cost, step_bytes
 from megatron_eopt.parallel.engine import Engine
+from megatron_eopt.settings.execution import gathered
 
 OUT = Path(__file__).resolve().parents[2] / "bench-out"
 SHAPES = ((64, 64), (96, 64), (64, 96), (128, 64), (64, 128))
@@ -62,7 +63,7 @@ def operations(name: str) -> int:
     """How many reach a device in the fourth step, with plain products."""
     takes_products = OPTIMIZERS[_BUILT[name][0]].takes("symmetric_products")
     products = {"symmetric_products": "torch"} if takes_products else {}
-    optimizer = CASES[name](matrices(SHAPES * 64), **products)
+    optimizer = CASES[name](matrices(SHAPES * 64), **gathered(OPTIMIZERS[_BUILT[name][0]].cls, products))
     for _ in range(3):
         optimizer.step()
     with Operations() as counted:
@@ -98,7 +99,7 @@ def counted_step(
                 parameter.grad = torch.empty_like(parameter)
                 parameters.append((f"{layer}.{name}", parameter))
         groups: Any = SimpleNamespace(tp=group, expt_tp=None)
-        optimizer = optimizer(parameters, pg_collection=groups, tp_mode=mode, workspace=workspace)
+        optimizer = optimizer(parameters, pg_collection=groups, tp_mode=mode, execution=Execution(workspace=workspace))
         optimizer.init_state()
         engine, session = optimizer.proposed(), optimizer._session
         session.engine = engine

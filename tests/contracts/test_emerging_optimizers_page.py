@@ -25,6 +25,9 @@ import torch
 import megatron_eopt
 from megatron_eopt import orthogonalize
 from megatron_eopt.orthogonalize.coefficients import with_safety
+from megatron_eopt.settings.of_class import settings_of
+from megatron_eopt.settings.records import EXECUTION
+from megatron_eopt.step.base import BaseOptimizer
 from megatron_eopt.step.users_functions import HOOKS_OF_OTHERS
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -62,6 +65,8 @@ def arguments(cls):
             parameters = inspect.signature(each.__init__).parameters
             passed_on = any(p.kind is p.VAR_KEYWORD for p in parameters.values()) and "params" not in parameters
             found = (found if passed_on else {}) | {key: p.default for key, p in parameters.items()}
+    if issubclass(cls, BaseOptimizer):  # whose **settings have names
+        found |= {key: setting.default for key, setting in settings_of(cls).items() if key not in found}
     return {key: default for key, default in found.items() if key not in IN_PROSE}
 
 
@@ -115,7 +120,7 @@ def test_arguments_of_the_other_tables_are_there_and_here():
     given = {"spectral_radius": 3.0, "use_eigh": True}
     for (name, there), (here, both) in renamed_there().items():
         assert there in arguments(theirs(name))
-        assert set(here) <= arguments(ours(name)).keys()
+        assert set(here) <= arguments(ours(name)).keys() | {setting.name for setting in EXECUTION}
         if both == "yes":
             ours(name)([torch.nn.Parameter(torch.eye(3))], **{there: given[there]})
     for name, key, default, _ in tables("Defaults that differ")[1]:
@@ -213,6 +218,8 @@ def made(name, here, shape=(6, 4), dtype=torch.float32, group=None, **settings):
     if here and name == "OrthogonalizedOptimizer" and settings.get("weight_decay_method") == "l2":
         settings["use_decoupled_weight_decay"] = False
     kwargs = {**both, **own[here], **settings}
+    if kwargs.get("moment2_method", "adamuon") != "adamuon":
+        kwargs.pop("align_rms", None)  # which is adamuon's
     return (ours if here else theirs)(name)([{"params": [p], **(group or {})}], **kwargs), p
 
 
@@ -333,7 +340,10 @@ SCALES = {"scale_mode", "extra_scale_factor"}
 IN_GROUPS = {
     "OrthogonalizedOptimizer": ({"lr", "momentum", "weight_decay"}, OF_GROUPS),
     "Muon": ({"lr", "momentum", "weight_decay"}, OF_GROUPS | NEWTON_SCHULZ | SCALES),
-    "AdaptiveMuon": ({"lr", "momentum", "weight_decay", "beta2", "eps"}, OF_GROUPS | NEWTON_SCHULZ | SCALES),
+    "AdaptiveMuon": (
+        {"lr", "momentum", "weight_decay", "beta2", "eps"},
+        OF_GROUPS | NEWTON_SCHULZ | SCALES | {"moment2_method"},
+    ),
     "MuonHyperball": ({"lr", "momentum"}, {"nesterov"} | NEWTON_SCHULZ),
     "PolarGrad": ({"lr", "momentum", "weight_decay"}, OF_GROUPS | NEWTON_SCHULZ),
     "Scion": ({"lr", "momentum"}, NEWTON_SCHULZ),
@@ -377,7 +387,7 @@ ABSENT_OF_SOAP = {"correct_bias", "fp32_matmul_prec", "use_eigh", "use_kl_shampo
 @CLASS
 def test_attributes_and_methods_are_there_or_known_to_be_absent(name):
     absent = {code(key)[0] for each, key, _ in tables("Absent")[0] if code(each) == [name]}
-    absent |= ABSENT_OF_EVERY | (ABSENT_OF_SOAP if name == "SOAP" else set())
+    absent |= ABSENT_OF_EVERY | SCALES | {"moment2_method"} | (ABSENT_OF_SOAP if name == "SOAP" else set())
     (there, _), (here, _) = made(name, False), made(name, True)
     found = {each for each in set(dir(there)) - set(dir(here)) if not each.startswith("_")}
     assert found <= absent

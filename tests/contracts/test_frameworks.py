@@ -276,7 +276,7 @@ for config in (
         assert muon_of(optimizer).tp_mode == "auto"
         named = config.override_optimizer_config == ours
         assert first.extra_scale_factor == (0.2 if named else 1.0)
-        assert first.offload_fraction == (0.0 if named else 1.0)
+        assert first.execution.offload_fraction == (0.0 if named else 1.0)
         largest = 2e-2 if named else 1e-2
         largest_rates = {group["max_lr"] for group in first.param_groups}
         assert largest_rates == {largest}, largest_rates

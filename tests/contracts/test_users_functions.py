@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from megatron_eopt import TensorParallelAdaptiveMuon, TensorParallelMuon
+from megatron_eopt import Execution, TensorParallelAdaptiveMuon, TensorParallelMuon
 from megatron_eopt.optimizers import MarsMuon, MuonHyperball, PolarGrad, Scion
 from tests.distributed.ranks import run_ranks
 
@@ -183,7 +183,7 @@ def test_relatives_take_the_function_too(cls, settings):
     expected, params = parameters(), parameters()
     steps(cls(expected, **given), expected, range(3))
     opt = cls(params, **given)
-    iteration, seen = opt.newton_schulz, []
+    iteration, seen = opt.orthogonalize_fn, []
     opt.orthogonalize_fn = lambda x: seen.append(tuple(x.shape)) or iteration(x)
     steps(opt, params, range(3))
     assert seen == 3 * SHAPES
@@ -217,7 +217,12 @@ REFUSED = [  # a class, its settings, a function that is set, and what is said o
     (PolarGrad, {}, {"scale_factor_fn": rms_scale}, "scale_factor_fn has no effect here: the size of an update is"),
     (Scion, {}, {"scale_factor_fn": rms_scale}, "scale_factor_fn has no effect here"),
     (MuonHyperball, {}, {"scale_factor_fn": rms_scale}, "scale_factor_fn has no effect here"),
-    (TensorParallelMuon, {"offload_fraction": 0.5}, {"orthogonalize_fn": polar}, "leave offload_fraction at 0"),
+    (
+        TensorParallelMuon,
+        {"execution": Execution(offload_fraction=0.5)},
+        {"orthogonalize_fn": polar},
+        "leave offload_fraction at 0",
+    ),
 ]
 
 
@@ -259,11 +264,19 @@ def test_copies_and_pickles_keep_the_functions():
 # What a constructor was given.
 
 
-def test_what_the_constructor_was_given_cannot_be_set():
-    opt = TensorParallelMuon(parameters(), **SAME)
-    for key in "tp_mode split_qkv is_qkv_fn qkv_split_shapes newton_schulz scale_mode fp32_matmul_prec".split():
-        with pytest.raises(AttributeError, match=f"property '{key}' of 'TensorParallelMuon' object has no setter"):
-            setattr(opt, key, getattr(opt, key))
+@pytest.mark.parametrize("key", ["fp32_matmul_prec", "execution"])
+def test_what_is_set_on_the_object_is_in_force_in_the_next_step(key):
+    value = {"fp32_matmul_prec": "medium", "execution": Execution(workspace=2**10)}[key]
+    opt, expected = (TensorParallelMuon(parameters(), **SAME) for _ in range(2))
+    steps(opt, opt.param_groups[0]["params"], range(1))
+    steps(expected, expected.param_groups[0]["params"], range(1))
+    other = TensorParallelMuon(expected.param_groups[0]["params"], **{**SAME, key: value})
+    other.load_state_dict(expected.state_dict())
+    setattr(opt, key, value)
+    steps(opt, opt.param_groups[0]["params"], range(1, 3))
+    steps(other, other.param_groups[0]["params"], range(1, 3))
+    assert opt.explain() == other.explain()
+    assert_near(opt.param_groups[0]["params"], other.param_groups[0]["params"], 0)
 
 
 # On two ranks.

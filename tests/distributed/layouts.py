@@ -14,6 +14,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.matrices import GATE_UP, concatenated, experts, heads, interleaved_gate_up, transposed
 from megatron_eopt.parallel.collectives import counters
+from megatron_eopt.settings.execution import gathered
 from tests.distributed.shards import OF_SHARDS, counted, cut, grid, groups_of, marked, sharded, whole
 from tests.optimizers.family import SETTINGS
 from tests.optimizers.field import assert_close, drawn
@@ -57,7 +58,8 @@ class Program:
             **self.settings,
             **settings,
         }
-        return self.cls(groups, **{key: value for key, value in settings.items() if self.takes(key)})
+        taken = {key: value for key, value in settings.items() if self.takes(key)}
+        return self.cls(groups, **gathered(self.cls, taken))
 
 
 def of_muon(name="muon", **settings):

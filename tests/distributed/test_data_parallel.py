@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron_eopt import TensorParallelMuon
+from megatron_eopt import Execution, TensorParallelMuon
 from megatron_eopt.parallel.collectives import counters
 from tests.distributed.ranks import run_ranks
 from tests.distributed.shards import whole
@@ -59,7 +59,9 @@ def under_fsdp2(mesh, tp=None):
 
 
 def on_ranks(rank, ranks):
-    results = {"ddp": train(DistributedDataParallel(model()), data_parallel_group=dist.group.WORLD)}
+    results = {
+        "ddp": train(DistributedDataParallel(model()), execution=Execution(data_parallel_group=dist.group.WORLD))
+    }
     calls = dict(counters.calls)
     line = init_device_mesh("cpu", (ranks,))
     results |= {f"fsdp2, {mode}": train(under_fsdp2(line), tp_mode=mode) for mode in MODES}

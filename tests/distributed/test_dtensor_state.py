@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from megatron_eopt import TensorParallelAdaptiveMuon, TensorParallelMuon
+from megatron_eopt import Execution, TensorParallelAdaptiveMuon, TensorParallelMuon
 from megatron_eopt.matrices import experts
 from megatron_eopt.optimizers.spectron import Spectron, factor_pairs
 from megatron_eopt.step.parameters import local
@@ -90,7 +90,9 @@ def normuon(model):
 
 def muon_in_bf16(model):
     """Momenta are rounded at random, the same wherever their entries lie."""
-    return TensorParallelMuon(model.named_parameters(), lr=0.01, tp_mode="auto", momentum_dtype=torch.bfloat16, **SPLIT)
+    return TensorParallelMuon(
+        model.named_parameters(), lr=0.01, tp_mode="auto", execution=Execution(momentum_dtype=torch.bfloat16), **SPLIT
+    )
 
 
 OPTIMIZERS = {each.__name__: each for each in (spectron, normuon, muon_in_bf16)}

@@ -1,8 +1,6 @@
 """Settings that differ between ranks are refused at start; one that changes on a rank alone ends the step."""
 
 import contextlib
-import inspect
-import typing
 from datetime import timedelta
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -14,6 +12,8 @@ import torch.distributed as dist
 from megatron_eopt import Spectron, TensorParallelMuon
 from megatron_eopt.family import CLASSES
 from megatron_eopt.parallel.agreement import versions
+from megatron_eopt.settings.execution import gathered
+from megatron_eopt.settings.of_class import settings_of
 from tests.distributed.ranks import run_ranks
 from tests.distributed.shards import cut, groups_of, message_of, placed, sharded
 from tests.optimizers.field import drawn
@@ -44,18 +44,19 @@ def stepped(made, rank=0, ranks=1):
 
 PLANNED = {"num_ns_steps": "has the iteration"}
 OF_KIND = {Spectron: {"rank": 5}}
-HARMLESS = {
-    "workspace": "what differs is in the plan, if anything does",
-    "share_over_dp": "no effect without a data-parallel group; with one it is in the plan",
-}
+OF_EXECUTION = {"momentum_dtype": torch.bfloat16, "offload_fraction": 0.5}
 
 
 def differing_arguments():
     """Class, argument, and the value of the second of two ranks: of every optimizer, all numbers, flags and choices."""
     for kind in CLASSES.values():
-        hints, arguments = typing.get_type_hints(kind.__init__), inspect.signature(kind).parameters
-        for name, default in ((name, each.default) for name, each in arguments.items()):
-            choices = [x for x in typing.get_args(hints.get(name)) if isinstance(x, str) and x != default]
+        known = settings_of(kind)
+        if "execution" in known:
+            yield from ((kind, name, value) for name, value in OF_EXECUTION.items())
+        for name in sorted(known.keys() - {"symmetric_products"}):  # refused where it cannot serve, before ranks agree
+            setting = known[name]
+            default = setting.default
+            choices = [x for x in setting.choices if x != default]
             for value in choices or other_values(default):
                 with contextlib.suppress(ValueError):
                     kind(parameters(0), **(OF_KIND.get(kind, {}) | {name: value}))
@@ -81,7 +82,7 @@ def with_a_different_argument(rank, ranks, differing):
     found = {}
     for kind, name, value in differing:
         given = OF_KIND.get(kind, {}) | ({name: value} if rank else {})
-        made = kind(parameters(0, rank, ranks), pg_collection=groups_of(), **given)
+        made = kind(parameters(0, rank, ranks), pg_collection=groups_of(), **gathered(kind, given))
         before = [p.detach().clone() for p in made.param_groups[0]["params"]]
         found[kind.__name__, name] = said = message_of(lambda made=made: stepped(made, rank, ranks))
         assert said is None or all(map(torch.equal, made.param_groups[0]["params"], before))
@@ -130,17 +131,16 @@ def test_each_argument_that_differs_between_ranks_is_refused(said):
     for found, *_ in said:
         assert {kind for kind, _ in found} == set(CLASSES)
         assert len(found) > 90
-        assert {name for (_, name), message in found.items() if message is None} == HARMLESS.keys()
+        assert not [name for name, message in found.items() if message is None]
         for (_, name), message in found.items():
-            if name not in HARMLESS:
-                named = f"of shape (24, 20)' has {name} " in message
-                assert named or PLANNED.get(name, "nothing of it") in message, (name, message)
+            named = f"of shape (24, 20)' has {name} " in message
+            assert named or PLANNED.get(name, "nothing of it") in message, (name, message)
 
 
 def test_other_groups_and_versions_are_refused(said):
     for _, groups, packages, _ in said:
         assert "plan differs between ranks 0 and 1 of group 'tp': 'parameter 0 of group 1" in groups
-        assert "has num_ns_steps None in the one and 10 in the other" in groups
+        assert "has num_ns_steps 5 in the one and 10 in the other" in groups
         for package, message in packages.items():
             assert f": {package} is {versions()[package]} in the one and of another kind in the other" in message
 

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_eopt import TensorParallelMuon
+from megatron_eopt import Execution, TensorParallelMuon
 from megatron_eopt.matrices import ATTRIBUTE, GATE_UP, query_key_value
 from tests.distributed.ranks import run_ranks
 from tests.distributed.shards import cut, groups_of, placed, sharded
@@ -34,7 +34,11 @@ def trained(rank, ranks, tp_mode):
     """The momenta of all cases on a rank, by name."""
     named = {name: placed(of_step(shape, 0), attributes, rank, ranks) for name, (shape, attributes) in CASES.items()}
     optimizer = TensorParallelMuon(
-        named.items(), lr=0.01, pg_collection=groups_of(ranks), tp_mode=tp_mode, momentum_dtype=BF16
+        named.items(),
+        lr=0.01,
+        pg_collection=groups_of(ranks),
+        tp_mode=tp_mode,
+        execution=Execution(momentum_dtype=BF16),
     )
     for step in range(STEPS):
         for name, (shape, attributes) in CASES.items():
@@ -48,7 +52,7 @@ def tensor_parallel(rank, ranks):
     found = {tp_mode: trained(rank, ranks, tp_mode) for tp_mode in TP_MODES}
     copies = dist.group.WORLD if ranks > 1 else None
     shared = TensorParallelMuon(
-        [("w", nn.Parameter(of_step((10, 6), 0)))], momentum_dtype=BF16, data_parallel_group=copies
+        [("w", nn.Parameter(of_step((10, 6), 0)))], execution=Execution(momentum_dtype=BF16, data_parallel_group=copies)
     )
     (p,) = shared.param_groups[0]["params"]
     for step in range(STEPS):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_eopt import MarsMuon, MuonHyperball, PolarGrad, TensorParallelAdaptiveMuon, TensorParallelMuon
+from megatron_eopt import Execution, MarsMuon, MuonHyperball, PolarGrad, TensorParallelAdaptiveMuon, TensorParallelMuon
 from tests.distributed.ranks import run_ranks
 from tests.distributed.shards import cut, groups_of, placed, sharded
 
@@ -61,7 +61,7 @@ def stepped(make, rank, ranks, watch=lambda optimizer: None, **settings):
 
 def in_chunks(name, mode, workspace, rank, ranks):
     """The parameters after some steps, and the number of chunks."""
-    settings = {"tp_mode": mode, "workspace": workspace, "fp32_matmul_prec": "highest"}
+    settings = {"tp_mode": mode, "execution": Execution(workspace=workspace), "fp32_matmul_prec": "highest"}
     parameters, optimizer = stepped(OPTIMIZERS[name], rank, ranks, **settings)
     return [parameter.detach() for parameter in parameters], 1 + max(b.chunk for b in optimizer.engine.plan.buckets)
 
@@ -96,8 +96,7 @@ def offloaded(name, mode, fraction, rank, ranks):
     parameters, optimizer = stepped(
         *((OPTIMIZERS | {"mars": MarsMuon})[name], rank, ranks),
         tp_mode=mode,
-        workspace=2**17,
-        offload_fraction=fraction,
+        execution=Execution(workspace=2**17, offload_fraction=fraction),
         watch=lambda optimizer: moved.append((optimizer.streamed.stored, sum(optimizer.engine.offloaded()))),
     )
     tensors = [x for p in parameters for x in (p.detach(), *optimizer.state[p].values())]

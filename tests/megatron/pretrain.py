@@ -143,7 +143,7 @@ def on_host(optimizer):
     """Bytes of the state that an optimizer of this package keeps in host memory."""
     total = 0
     for parameter, state in optimizer.state.items():
-        if getattr(optimizer, "offload_fraction", 0) and optimizer.on_host(parameter):
+        if hasattr(optimizer, "on_host") and optimizer.on_host(parameter):
             total += sum(value.nbytes for value in state.values() if value.shape == parameter.shape)
     return total
 

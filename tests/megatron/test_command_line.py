@@ -444,7 +444,7 @@ def test_the_workspace_reaches_the_optimizer(parse, flags, gib):
     groups = [{"params": [torch.nn.Parameter(torch.ones(4, 4))]}]
     model = SimpleNamespace(config=SimpleNamespace(num_attention_heads=4, num_query_groups=2, kv_channels=8))
     muon, _ = create_emerging_optimizer(config, groups, "muon", [model], None)
-    assert muon.workspace == gib * 2**30
+    assert muon.execution.workspace == gib * 2**30
 
 
 def test_activation_can_be_repeated_and_undone():

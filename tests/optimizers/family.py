@@ -5,6 +5,7 @@ import torch
 
 from megatron_eopt import DistributedMuon, Muon, OrthogonalizedOptimizer
 from megatron_eopt.family import OPTIMIZERS
+from megatron_eopt.settings.execution import gathered
 
 # What is set to let a few steps of small matrices show what the optimizer does.
 SETTINGS = {
@@ -73,7 +74,8 @@ def build(name, params, **settings):
     if name not in OPTIMIZERS:
         name, own = VARIANTS[name]
         settings = {**own, **settings}
-    return OPTIMIZERS[name].cls(params, **{"lr": 0.01, **SETTINGS.get(name, {}), **settings})
+    cls = OPTIMIZERS[name].cls
+    return cls(params, **gathered(cls, {"lr": 0.01, **SETTINGS.get(name, {}), **settings}))
 
 
 def having(*settings):

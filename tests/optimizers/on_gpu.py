@@ -1,5 +1,7 @@
 """Steps as a GPU makes them, on a CPU."""
 
+from dataclasses import replace
+
 import torch
 
 from megatron_eopt.step.cuda_graph import GraphedUpdate
@@ -27,7 +29,7 @@ def masking(optimizer):
 
 def captured(optimizer, capture=lambda run: run):
     """An optimizer whose step is captured; by default the capture is a function that is called again."""
-    vars(optimizer)["cuda_graphs"] = True
+    optimizer.execution = replace(optimizer.execution, cuda_graphs=True)
     optimizer.prepare()
     optimizer._session.settled.graphed = GraphedUpdate(optimizer._run, capture)
     return optimizer

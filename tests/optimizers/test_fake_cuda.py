@@ -15,9 +15,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_eopt import Muon
+from megatron_eopt import Execution, Muon
 from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.parallel import agreement, engine
+from megatron_eopt.settings.execution import gathered
 from megatron_eopt.step.nonfinite import NonFinite
 from tests.optimizers.family import SETTINGS
 
@@ -85,7 +86,8 @@ def waits_of_steps(name, monkeypatch, group=None, **settings):
             params.append(p)
         if row.owns == "all":
             params.append(torch.nn.Parameter(torch.empty(7, device="cuda")))
-        optimizer = row.cls(params, **{"lr": 0.01, **SETTINGS.get(name, {}), **settings})
+        settings = {"lr": 0.01, **SETTINGS.get(name, {}), **settings}
+        optimizer = row.cls(params, **gathered(row.cls, settings))
         for _ in range(STEPS):
             for p in params:
                 p.grad = torch.empty_like(p)
@@ -154,7 +156,11 @@ def test_a_rate_on_a_gpu_is_not_read_for_adamw(monkeypatch):
     with FakeTensorMode():
         params = [torch.nn.Parameter(torch.empty(shape, device="cuda")) for shape in [(8, 8), (7,)]]
         optimizer = Muon(
-            params[:1], params[1:], adam_fused=True, fp32_matmul_prec="highest", symmetric_products="torch"
+            params[:1],
+            params[1:],
+            adam_fused=True,
+            fp32_matmul_prec="highest",
+            execution=Execution(symmetric_products="torch"),
         )
         optimizer.adamw.step = lambda: None  # which torch cannot make of a tensor without numbers
         for _ in range(3):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import megatron_eopt
-from megatron_eopt import TensorParallelMuon
+from megatron_eopt import Execution, TensorParallelMuon
 from megatron_eopt.step.cuda_graph import capture_cuda
 from tests.optimizers.field import gradient, matrix
 from tests.optimizers.on_gpu import captured
@@ -150,4 +150,4 @@ def test_a_step_is_captured_anew_after_a_new_plan(monkeypatch):
 @pytest.mark.skipif(CUDA, reason="there is a CUDA device")
 def test_without_a_cuda_device_it_is_refused():
     with pytest.raises(ValueError, match=r"cuda_graphs cannot work .* not on a CUDA device, got one on cpu"):
-        TensorParallelMuon([matrix()], cuda_graphs=True)
+        TensorParallelMuon([matrix()], execution=Execution(cuda_graphs=True))

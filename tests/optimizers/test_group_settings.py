@@ -142,7 +142,7 @@ def test_a_changed_setting_is_in_force_in_the_next_step(method):
     for own in (OWN, OWN[::-1], [{"extra_scale_factor": 0.25 * number} for number in range(1, 5)]):
         for group, settings in zip(made.param_groups, own, strict=True):
             for key in ("num_ns_steps", "coefficient_type", "scale_mode", "extra_scale_factor"):
-                group.pop(key, None)
+                group[key] = made.defaults[key]
             group.update(settings)
         fresh = optimizer(grouped(own), method, **memory)
         take_weights(fresh, made)
@@ -167,12 +167,6 @@ def test_matrices_that_took_part_are_counted(method):
     made.step()
     assert made.newton_schulz_calls == 57
     assert optimizer([matrix()]).newton_schulz_calls == 0
-
-
-def test_a_checkpoint_says_which_groups_have_settings_of_their_own():
-    assert optimizer(grouped()).settings()["of_groups"] == {0: OWN[0], 1: OWN[1], 3: OWN[3]}
-    assert optimizer(grouped()).settings()["extra_scale_factor"] == 0.7
-    assert "of_groups" not in optimizer(grouped([{}, {}])).settings()
 
 
 def after_a_step(**settings):

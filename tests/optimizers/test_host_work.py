@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
-from megatron_eopt import TensorParallelMuon
+from megatron_eopt import Execution, TensorParallelMuon
 from megatron_eopt.kernels import choice, triton_kernel, triton_norms, triton_step
 from megatron_eopt.optimizers import step_form
 from tests.kernels.launched import binding, without_memory
@@ -48,7 +48,10 @@ def prepared(count):
     groups = [{"params": parameters[: count // 2]}, {"params": parameters[count // 2 :], "lr": 0.5}]
     # bf16: products of the CPU's fp32 go one by one
     optimizer = TensorParallelMuon(
-        groups, symmetric_products="triton", step_kernels="triton", fp32_matmul_prec="medium", weight_decay=0.1
+        groups,
+        execution=Execution(symmetric_products="triton", step_kernels="triton"),
+        fp32_matmul_prec="medium",
+        weight_decay=0.1,
     )
     for p in parameters:
         p.grad = torch.ones_like(p)
@@ -84,7 +87,9 @@ def test_settings_in_whole_numbers_are_no_constants_of_kernels(gpu, monkeypatch)
         p = torch.nn.Parameter(torch.zeros(4, 16))
         p.grad = torch.ones_like(p)
         settings = {"moment2_method": "adamuon", "beta2": beta2, "eps": eps, "fp32_matmul_prec": "medium"}
-        TensorParallelMuon([p], symmetric_products="triton", step_kernels="triton", **settings).step()
+        TensorParallelMuon(
+            [p], execution=Execution(symmetric_products="triton", step_kernels="triton"), **settings
+        ).step()
         compiled.append([(kernel, key) for kernel, key, *_ in gpu.started])
     assert compiled[0] == compiled[1]
 

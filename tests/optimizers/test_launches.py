@@ -11,6 +11,7 @@ from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.matrices import GATE_UP, experts
 from megatron_eopt.optimizers.soap import SOAP
 from megatron_eopt.optimizers.spectron import factor_pairs
+from megatron_eopt.settings.execution import gathered
 from megatron_eopt.step import whole_matrices
 from megatron_eopt.step.nonfinite import NonFinite
 from tests.optimizers.on_gpu import masking
@@ -56,7 +57,7 @@ def built(name, flagged=False, of_each=OF_EACH):
     for p in params:
         p.grad = torch.randn(p.shape, generator=generator)
     products = TORCH_PRODUCTS if OPTIMIZERS[row].takes("symmetric_products") else {}
-    optimizer = OPTIMIZERS[row].cls(params, **products, **settings)
+    optimizer = OPTIMIZERS[row].cls(params, **gathered(OPTIMIZERS[row].cls, {**products, **settings}))
     return masking(optimizer) if flagged else optimizer
 
 

@@ -386,7 +386,7 @@ def test_one_group_of_another_optimizer_is_enough():
 
 
 # They have the same keys, in their groups too, so that torch's functions take the state of one for the other's.
-PAIRS = [("TensorParallelMuon", "PolarGrad"), ("PolarGrad", "TensorParallelMuon")]
+PAIRS = [("Shampoo", "KLShampoo"), ("KLShampoo", "Shampoo")]
 
 
 @pytest.mark.parametrize("options", [None, FLAT, FULL], ids=["nested", "flat", "full"])

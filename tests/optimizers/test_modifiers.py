@@ -167,16 +167,16 @@ def test_normuon_on_a_hyperball_is_two_settings(name):
     assert list(opt.state[p]) == ["momentum_buffer", "radius", "moment2_buffer"]
 
 
-# Settings of the constructor, each with what it is named by where a load goes on without it.
-FORGOTTEN = [
-    ({"weight_norm": "brake"}, "weight_norm 'brake' and goes on with 'none'"),
-    ({"weight_norm": "hold"}, "weight_norm 'hold' and goes on with 'none'"),
-    ({"relative_update": "match"}, "relative_update 'match' and goes on with 'none'"),
-    ({"cautious_weight_decay": True}, "cautious_weight_decay True and goes on with False"),
-    ({"moment2_method": "normuon", "beta2": 0.5}, "moment2_method 'normuon' and goes on with 'none'"),
-    ({"num_ns_steps": 3}, "num_ns_steps 3 and goes on with 5"),
-    ({"scale_mode": "unit_rms_norm"}, "scale_mode 'unit_rms_norm' and goes on with 'spectral'"),
-    ({"coefficient_type": [(3.0, -3.2, 1.2)] * 5}, "coefficient_type [[3.0, -3.2, 1.2], "),
+# Settings of a state, each with how it is named where a load takes it in place of the constructor's.
+TAKEN = [
+    ({"weight_norm": "brake"}, "weight_norm 'none' by 'brake'"),
+    ({"weight_norm": "hold"}, "weight_norm 'none' by 'hold'"),
+    ({"relative_update": "match"}, "relative_update 'none' by 'match'"),
+    ({"cautious_weight_decay": True}, "cautious_weight_decay False by True"),
+    ({"moment2_method": "normuon", "beta2": 0.5}, "beta2 0.95 by 0.5, moment2_method 'none' by 'normuon'"),
+    ({"num_ns_steps": 3}, "num_ns_steps 5 by 3"),
+    ({"scale_mode": "unit_rms_norm"}, "scale_mode 'spectral' by 'unit_rms_norm'"),
+    ({"coefficient_type": [(3.0, -3.2, 1.2)] * 5}, "coefficient_type 'quintic' by [(3.0, -3.2, 1.2), "),
 ]
 
 
@@ -187,32 +187,29 @@ def saved_and_read(opt):
     return torch.load(file, weights_only=True)
 
 
-@pytest.mark.parametrize(("settings", "named"), FORGOTTEN, ids=str)
-def test_a_load_that_forgets_a_setting_of_the_constructor_names_it(settings, named, caplog):
-    first, _ = trained(settings, range(2), dtype=torch.float32)
+@pytest.mark.parametrize(("settings", "named"), TAKEN, ids=str)
+def test_a_load_takes_the_settings_of_the_state_and_names_them(settings, named, caplog):
+    first, p = trained(settings, range(2), dtype=torch.float32)
     state = saved_and_read(first)
     again, _ = trained(settings, (), dtype=torch.float32)
     caplog.clear()
     again.load_state_dict(state)
-    assert "goes on" not in caplog.text
-    without, p = trained({}, ())
-    without.load_state_dict(state)
-    assert f"TensorParallelMuon loads a state that was made with {named}" in caplog.text
-    run(without, p, [3])
-    caplog.clear()
-    trained({}, ())[0].load_state_dict(saved_and_read(without))  # which has gone on without it
-    assert "goes on" not in caplog.text
-    again.load_state_dict(saved_and_read(trained({}, range(2), dtype=torch.float32)[0]))  # made with the default
-    assert f"{named.split()[0]} " in caplog.text.partition("was made with")[2]
+    assert "takes the settings" not in caplog.text
+    other, q = trained({}, (), dtype=torch.float32)
+    other.load_state_dict(state)
+    assert f"TensorParallelMuon takes the settings of the loaded state: {named}" in caplog.text
+    q.data.copy_(p.data)
+    run(first, p, [3])
+    run(other, q, [3])
+    assert torch.equal(p, q)
 
 
-@pytest.mark.parametrize(("settings", "named"), FORGOTTEN[:4], ids=str)
-def test_a_group_that_has_the_setting_itself_has_not_forgotten_it(settings, named, caplog):
-    state = saved_and_read(trained(settings, range(2))[0])
-    decay = {"weight_decay": DECAY if settings.get("weight_norm") != "hold" else 0.0}
-    opt = TensorParallelMuon([{"params": [matrix(9, 6)], **settings}], LR, BETA, fp32_matmul_prec="highest", **decay)
-    opt.load_state_dict(state)
-    assert "goes on" not in caplog.text
+def test_a_load_names_settings_of_the_whole_that_it_goes_on_without(caplog):
+    first, other = (TensorParallelMuon([matrix(9, 6)], fp32_matmul_prec=each) for each in ("highest", "medium"))
+    first.load_state_dict(first.state_dict())
+    assert not caplog.text
+    other.load_state_dict(first.state_dict())
+    assert "a state that was made with fp32_matmul_prec 'highest' and goes on with 'medium'" in caplog.text
 
 
 @pytest.mark.parametrize(("modifier", "key"), [("hold", "radius"), ("normuon", "moment2_buffer")])
@@ -220,7 +217,7 @@ def test_state_of_a_modifier_that_a_load_lacks_begins_anew_and_is_named(modifier
     settings = {"weight_norm": "hold"} if modifier == "hold" else {"moment2_method": modifier}
     state = saved_and_read(trained({}, range(2))[0])
     for group in state["param_groups"]:
-        group["weight_decay"] = 0.0
+        group |= {**settings, "weight_decay": 0.0}  # as a run of Megatron has it that goes on with others
     trained(settings, ())[0].load_state_dict(state)
     assert f"TensorParallelMuon loads a state without {key}, which begins anew" in caplog.text
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_eopt import TensorParallelMuon
+from megatron_eopt import Execution, TensorParallelMuon
 from megatron_eopt.matrices import experts, per_shard
 from megatron_eopt.optimizers.with_adamw import Muon
 from tests.optimizers.family import ELEMENTWISE, build, having
@@ -121,10 +121,10 @@ def test_a_state_of_the_other_kind_is_converted_and_that_is_said(was, now, caplo
 def test_stacks_and_what_is_read_as_a_matrix():
     stack, one = nn.Parameter(torch.ones(2, 6, 130)), nn.Parameter(torch.ones(1, 6, 4))
     stack.logical_matrices, one.logical_matrices = experts(2, per_shard(gate=3, up=3)), experts(1)
-    optimizer = TensorParallelMuon([("stack", stack), ("one", one)], momentum_dtype=BF16)
+    optimizer = TensorParallelMuon([("stack", stack), ("one", one)], execution=Execution(momentum_dtype=BF16))
     take(optimizer, range(2))
     flattened = [nn.Parameter(torch.ones(6, 4, 1, 1)), nn.Parameter(torch.ones(6, 4))]
-    heavy = [Muon([("filter", p)], [], momentum_dtype=BF16) for p in flattened]
+    heavy = [Muon([("filter", p)], [], execution=Execution(momentum_dtype=BF16)) for p in flattened]
     for each in heavy:
         for step in range(3):
             p = each.param_groups[0]["params"][0]
@@ -135,7 +135,7 @@ def test_stacks_and_what_is_read_as_a_matrix():
     assert torch.equal(of_filter.flatten(1), of_matrix)
     assert of_matrix.any()
     assert dtypes(optimizer) | dtypes(heavy[0]) == {BF16}
-    again = TensorParallelMuon([("stack", stack), ("one", one)], momentum_dtype=BF16)
+    again = TensorParallelMuon([("stack", stack), ("one", one)], execution=Execution(momentum_dtype=BF16))
     again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert all(map(torch.equal, momenta(again), momenta(optimizer)))
     exact = sum(0.05 * 0.95 ** (1 - step) * gradients(step, [(2, 6, 130)])[0] for step in range(2))
@@ -152,7 +152,7 @@ class Own(TensorParallelMuon):
 
 
 def test_an_orthogonalize_of_ones_own_gets_the_same():
-    plain, own = (kind(parameters(), momentum_dtype=BF16) for kind in (TensorParallelMuon, Own))
+    plain, own = (kind(parameters(), execution=Execution(momentum_dtype=BF16)) for kind in (TensorParallelMuon, Own))
     own.fails = False
     for optimizer in (plain, own):
         take(optimizer, range(3))
@@ -174,7 +174,7 @@ def test_an_orthogonalize_of_ones_own_gets_the_same():
 def test_l2_decay_and_gradients_in_bf16():
     params = parameters(BF16)
     settings = {"weight_decay": 0.1, "weight_decay_method": "l2", "momentum": 0.5, "nesterov": False, "lr": 0.0}
-    optimizer = TensorParallelMuon(params, momentum_dtype=BF16, **settings)
+    optimizer = TensorParallelMuon(params, execution=Execution(momentum_dtype=BF16), **settings)
     take(optimizer, range(2))
     for i, (p, m) in enumerate(zip(params, momenta(optimizer), strict=True)):
         both = [g[i].to(BF16).double() + 0.1 * p.double() for g in (gradients(0), gradients(1))]

@@ -12,9 +12,21 @@ def test_defaults_are_those_that_scripts_are_written_against():
         "weight_decay": 0.01,
         "use_decoupled_weight_decay": True,
         "weight_decay_method": None,
+        "coefficient_type": "quintic",
+        "num_ns_steps": 5,
+        "scale_mode": "spectral",
+        "extra_scale_factor": 1.0,
+        "cautious_weight_decay": False,
+        "weight_norm": "none",
+        "brake_outward": 0.5,
+        "brake_inward": 1.0,
+        "relative_update": "none",
+        "update_ratio": 1.0,
+        "moment2_method": "none",
+        "beta2": 0.95,
+        "eps": 1e-8,
+        "align_rms": True,
         "state_of": "TensorParallelMuon",
     }
     assert (opt.use_nesterov, opt.use_decoupled_weight_decay, opt.split_qkv) == (True, True, False)
-    assert (opt.newton_schulz.steps, opt.newton_schulz.coefficient_type) == (5, "quintic")
-    assert (opt.newton_schulz.fp32_matmul_prec, opt.tp_mode) == ("medium", "duplicated")
-    assert (opt.scale_mode, opt.extra_scale_factor) == ("spectral", 1.0)
+    assert (opt.fp32_matmul_prec, opt.tp_mode) == ("medium", "duplicated")

@@ -177,7 +177,6 @@ def test_bf16_parameters_follow_it_as_far_as_they_can(row, shape):
 # The methods of emerging-optimizers 0.3.0 follow the same rules; its adamuon is not aligned. It keeps statistics in the
 # dtype of the parameter. The shapes are nearly square, so that both take the standard form of Newton-Schulz: adamuon
 # makes the rounding of small entries as large as that of others.
-ADAPTIVE = {"align_rms": False}
 OF_THEIRS = [
     (TensorParallelMuon, theirs.Muon, {"scale_mode": "spectral", "nesterov": True, "weight_decay": 0.1}, {}, {}),
     (TensorParallelMuon, theirs.Muon, {"scale_mode": "unit_rms_norm", "nesterov": False, "weight_decay": 0.1}, {}, {}),
@@ -187,7 +186,7 @@ OF_THEIRS = [
             TensorParallelAdaptiveMuon,
             AdaptiveMuon,
             {**x, "nesterov": x is NAMO, "beta2": 0.95, "eps": eps},
-            ADAPTIVE,
+            {"align_rms": False} if x is ADAMUON else {},
             {},
         )
         for x in (ADAMUON, NORMUON, NAMO)

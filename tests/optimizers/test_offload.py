@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_eopt import TensorParallelMuon
+from megatron_eopt import Execution, TensorParallelMuon
 from megatron_eopt.step import offload
 from megatron_eopt.step.offload import Streamed
 from megatron_eopt.step.state import on_host
@@ -309,11 +309,11 @@ def test_what_cannot_be_is_refused_at_construction(mesh):
         return [torch.nn.Parameter(torch.ones(4, 4))]
 
     with pytest.raises(ValueError, match=r"Own has an orthogonalize of its own.*leave offload_fraction at 0"):
-        Own(params(), offload_fraction=0.5)
+        Own(params(), execution=Execution(offload_fraction=0.5))
     sharded = torch.nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Replicate()]))
     with pytest.raises(ValueError, match="state of a DTensor cannot be in host memory, got one of shape"):
-        TensorParallelMuon([sharded], offload_fraction=0.5)
-    optimizer = TensorParallelMuon(params(), offload_fraction=0.5)
+        TensorParallelMuon([sharded], execution=Execution(offload_fraction=0.5))
+    optimizer = TensorParallelMuon(params(), execution=Execution(offload_fraction=0.5))
     with pytest.raises(ValueError, match="state of a DTensor"):
         optimizer.add_param_group({"params": [sharded]})
 

@@ -5,7 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_eopt import PolarGrad, TensorParallelAdaptiveMuon, TensorParallelMuon
+from megatron_eopt import Execution, PolarGrad, TensorParallelAdaptiveMuon, TensorParallelMuon
 from megatron_eopt.step.step import scaled
 
 SHAPES = [(24, 16), (16, 40), (33, 12)]
@@ -38,7 +38,7 @@ def test_a_program_that_keeps_momenta_has_less_room_for_a_chunk():
 
     def chunks(cls, **settings):
         matrices = [torch.nn.Parameter(torch.zeros(64, 64)) for _ in range(16)]
-        engine = cls(matrices, workspace=2**18, **settings).proposed()
+        engine = cls(matrices, execution=Execution(workspace=2**18), **settings).proposed()
         return len(engine.order(range(16)))
 
     muon, adamuon = chunks(TensorParallelMuon), chunks(TensorParallelAdaptiveMuon)

@@ -33,5 +33,5 @@ def test_matrices_are_described_with_the_scheme_of_their_own_bucket():
 def test_ranks_compare_what_a_group_says_and_not_what_the_optimizer_says():
     p, q = (torch.nn.Parameter(torch.zeros(2, 2)) for _ in range(2))
     groups = [{"params": [p], "lr": 0.5, "tag": "x"}, {"params": [q]}]
-    found = by_parameter(groups, ["lr", "tag"], {"lr": 0.1, "split_qkv": False, "coefficients": [1]}, {"tag"})
+    found = by_parameter(groups, ["lr", "tag"], {"lr": 0.1, "split_qkv": False}, {"tag"})
     assert found == {p: {"lr": 0.5, "split_qkv": False}, q: {"lr": 0.1, "split_qkv": False}}

@@ -9,7 +9,7 @@ from counting import Allocations
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_eopt import SOAP
+from megatron_eopt import SOAP, Execution
 
 
 @pytest.mark.parametrize("ranks", [8, 64])
@@ -23,7 +23,7 @@ def test_a_step_shared_by_data_parallel_ranks_takes_as_much_at_any_number(ranks)
                 parameter.grad = torch.empty_like(parameter)
             groups = SimpleNamespace(dp_cp=dist.group.WORLD)
             optimizer = SOAP(parameters, pg_collection=groups, share_over_dp=True)
-            optimizer.workspace = 2**28
+            optimizer.execution = Execution(workspace=2**28)
             optimizer.init_state()
             for parameter in parameters:
                 optimizer._note_begun(parameter, "steps")  # no first gradient
@@ -33,4 +33,4 @@ def test_a_step_shared_by_data_parallel_ranks_takes_as_much_at_any_number(ranks)
                 optimizer._take(None)
     finally:
         dist.destroy_process_group()
-    assert allocated.peak <= 2 * optimizer.workspace
+    assert allocated.peak <= 2 * optimizer.execution.workspace

@@ -160,7 +160,6 @@ def test_a_group_has_an_iteration_of_its_own_and_may_change_it():
     rest = spectron(alone[1:], lr=0.05)
     for step in range(4):
         if step == 2:
-            rest.newton_schulz = first.newton_schulz
             rest.param_groups[0] |= {"coefficient_type": cubic, "num_ns_steps": 1}
         set_gradients(alone, step)
         first.step()

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from megatron_eopt import TensorParallelMuon
+from megatron_eopt import Execution, TensorParallelMuon
 from megatron_eopt.matrices import (
     ATTRIBUTE,
     GATE_UP,
@@ -139,7 +139,7 @@ def assert_equal(pairs, rooted=False):
 def test_steps_are_those_of_torch(dtype, flagged):
     def make(form):
         parameters = of_shapes(dtype)
-        optimizer = TensorParallelMuon(parameters, lr=0.02, step_kernels=form)
+        optimizer = TensorParallelMuon(parameters, lr=0.02, execution=Execution(step_kernels=form))
         return masking(optimizer) if flagged else optimizer, parameters
 
     assert_equal(both(make))
@@ -152,7 +152,7 @@ def test_steps_are_those_of_torch(dtype, flagged):
 def test_settings_have_the_same_effect(variant, dtype):
     def make(form):
         parameters = of_shapes(dtype)
-        return masking(TensorParallelMuon(parameters, lr=0.02, step_kernels=form, **VARIANTS[variant])), parameters
+        return masking(build("muon", parameters, lr=0.02, step_kernels=form, **VARIANTS[variant])), parameters
 
     assert_equal(both(make))
 
@@ -205,7 +205,7 @@ def test_second_moments_go_with_other_settings(method, variant):
     def make(form):
         parameters = of_shapes(BF16 if variant == "independent" else torch.float32)
         more = {**VARIANTS[variant], "moment2_method": method}
-        return masking(TensorParallelMuon(parameters, lr=0.02, step_kernels=form, **more)), parameters
+        return masking(build("muon", parameters, lr=0.02, step_kernels=form, **more)), parameters
 
     assert_equal(both(make), rooted=method in ROOTS)
 
@@ -215,7 +215,7 @@ def test_heavy_balls_of_more_dimensions_take_the_same_steps():
     def make(form):
         parameters = of_shapes(shapes=[(6, 3, 2, 2), (20, 12)])
         return HeavyBallMuon(
-            parameters, lr=0.02, weight_decay=0.1, nesterov=form is not None, step_kernels=form
+            parameters, lr=0.02, weight_decay=0.1, nesterov=form is not None, execution=Execution(step_kernels=form)
         ), parameters
 
     assert_equal(both(make))
@@ -228,7 +228,9 @@ def test_gradients_may_be_wider_and_lie_otherwise(dtype, method):
         narrow = of_shapes(BF16, [(12, 20), (24, 24)])
         parameters = [nn.Parameter(narrow[0].detach().T), nn.Parameter(narrow[1].detach()[::2, ::2])]
         parameters += of_shapes(shapes=[(0, 5), (1, 5), (3, 1100), (1100, 3)])
-        return TensorParallelMuon(parameters, lr=0.02, step_kernels=form, moment2_method=method), parameters
+        return TensorParallelMuon(
+            parameters, lr=0.02, execution=Execution(step_kernels=form), moment2_method=method
+        ), parameters
 
     assert_equal(both(make, dtype=dtype), rooted=method in ROOTS)
 
@@ -248,7 +250,7 @@ def test_a_rule_of_momenta_that_kernels_lack_is_refused_before_anything_changes(
     for p in parameters:
         p.grad = torch.ones_like(p)
     with pytest.raises(ValueError, match="no rule sums of momenta: set step_kernels='torch'"):
-        Own(parameters, step_kernels="triton").step()
+        Own(parameters, execution=Execution(step_kernels="triton")).step()
     assert_equal(zip(before, [p.detach() for p in parameters], strict=True))
 
 
@@ -256,7 +258,7 @@ def test_a_rule_of_momenta_that_kernels_lack_is_refused_before_anything_changes(
 def test_gradients_of_convolutions_may_lie_otherwise():
     def step(form):
         (p,) = of_shapes(shapes=[(6, 4, 3, 2)])
-        optimizer = HeavyBallMuon([p], lr=0.02, step_kernels=form)
+        optimizer = HeavyBallMuon([p], lr=0.02, execution=Execution(step_kernels=form))
         for n in range(2):
             p.grad_dtype = None
             p.grad = drawn((6, 3, 2, 4), n).to(DEVICE).permute(0, 3, 1, 2).double()
@@ -327,7 +329,12 @@ def test_groups_have_their_own_settings(method):
         )
         if method == "none":
             del groups[-1]["beta2"]
-        return TensorParallelMuon(groups, lr=0.02, step_kernels=form, moment2_method=method), [a, b, c, d]
+        return TensorParallelMuon(groups, lr=0.02, execution=Execution(step_kernels=form), moment2_method=method), [
+            a,
+            b,
+            c,
+            d,
+        ]
 
     assert_equal(both(make), rooted=method in ROOTS)
 
@@ -359,8 +366,7 @@ def of_ranks(rank, ranks, form, tp_mode, method):
         lr=0.02,
         pg_collection=groups_of(ranks),
         tp_mode=tp_mode,
-        step_kernels=form,
-        momentum_dtype=BF16,
+        execution=Execution(step_kernels=form, momentum_dtype=BF16),
         moment2_method=method,
     )
     return stepped(optimizer, parameters, steps=2)
@@ -407,7 +413,7 @@ def test_tables_are_made_again_only_where_an_address_changes(monkeypatch):
     send = step_kernels.on_device
     monkeypatch.setattr(step_kernels, "on_device", lambda *given: sent.append(given) or send(*given))
     parameters = of_shapes()
-    optimizer = TensorParallelMuon(parameters, lr=0.02, step_kernels="triton")
+    optimizer = TensorParallelMuon(parameters, lr=0.02, execution=Execution(step_kernels="triton"))
     for step in range(4):
         for n, p in enumerate(parameters):
             new = drawn(p.shape, 10 * step + n).to(p.device)
@@ -434,7 +440,9 @@ def test_any_shapes_and_strides(shapes, dtype, nesterov, seed):
     def make(form):
         several = [drawn(shape, seed + n).to(DEVICE, dtype) for n, shape in enumerate(shapes)]
         parameters = [nn.Parameter(x.T.contiguous().T if n % 2 else x) for n, x in enumerate(several)]
-        return TensorParallelMuon(parameters, lr=0.02, nesterov=nesterov, step_kernels=form), parameters
+        return TensorParallelMuon(
+            parameters, lr=0.02, nesterov=nesterov, execution=Execution(step_kernels=form)
+        ), parameters
 
     by_torch, by_triton = make("torch"), make("triton")
     for optimizer, parameters in (by_torch, by_triton):
@@ -449,7 +457,7 @@ def test_what_kernels_cannot_do_is_refused_by_name():
     parameters = [("w", nn.Parameter(torch.randn(8, 6, device=DEVICE, dtype=torch.float64)))]
     parameters[0][1].grad = torch.ones_like(parameters[0][1])
     with pytest.raises(ValueError, match=r"step_kernels='triton' cannot serve: w is in torch.float64"):
-        TensorParallelMuon(parameters, step_kernels="triton").step()
+        TensorParallelMuon(parameters, execution=Execution(step_kernels="triton")).step()
 
 
 @pytest.mark.skipif(SERVES, reason="kernels serve here")
@@ -460,5 +468,5 @@ def test_a_cpu_takes_torch_and_says_so_where_kernels_are_asked_for():
     optimizer.step()
     before = p.detach().clone()
     with pytest.raises(ValueError, match=r"step_kernels='triton' cannot serve: no GPU.* 'torch' serves|cannot serve"):
-        TensorParallelMuon([p], step_kernels="triton").step()
+        TensorParallelMuon([p], execution=Execution(step_kernels="triton")).step()
     assert torch.equal(p, before)

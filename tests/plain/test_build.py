@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.functional import cross_entropy
 
-from megatron_eopt import registry
+from megatron_eopt import Execution, registry
 from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.matrices import concatenated, declare, undeclare
 from megatron_eopt.plain import OptimizerConfig, build_optimizer, kinds
@@ -392,7 +392,9 @@ def test_options_cannot_say_what_fields_say():
     for name, key in (("lion", "lr"), ("muon", "adam_lr"), ("muon", "momentum")):
         with pytest.raises(TypeError, match=f"multiple values for keyword argument '{key}'"):
             build(Model(), name, options={key: 0.5})
-    assert build(Model(), "scion", options={"radius": 1.0, "num_ns_steps": 3}).matrices.newton_schulz.steps == 3
+    scion = build(Model(), "scion", options={"radius": 1.0, "num_ns_steps": 3, "workspace": 2**20})
+    assert scion.param_groups[0]["num_ns_steps"] == 3
+    assert scion.matrices.execution == Execution(workspace=2**20)
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon", "scion", "lion", "soap"])

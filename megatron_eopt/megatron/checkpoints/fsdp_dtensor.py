@@ -26,7 +26,6 @@ from megatron_eopt.megatron.checkpoints.integrity import resumed
 from megatron_eopt.megatron.checkpoints.keys import FORMAT, OF_ANOTHER, other_states, taken_for_its_own, too_new
 from megatron_eopt.megatron.checkpoints.loading import (
     groups_after_load,
-    of_whole,
     report_changes,
     report_converted,
     report_settings,
@@ -95,7 +94,7 @@ class SavedShards:
         for optimizer in self._optimizers:
             if isinstance(optimizer, BaseOptimizer):
                 name = type(optimizer).__name__
-                report_settings(name, run["settings"][name], **of_whole(optimizer))
+                report_settings(name, run["settings"][name], optimizer.settings())
             of_groups = []
             for group in optimizer.param_groups:
                 different = {written[self._megatron._param_name(parameter)]: None for parameter in group["params"]}

@@ -35,7 +35,6 @@ from megatron_eopt.megatron.checkpoints.keys import (
 from megatron_eopt.megatron.consensus import from_rank_0, say, union
 from megatron_eopt.megatron.support.facts import on
 from megatron_eopt.megatron.wrappers import torch_optimizers
-from megatron_eopt.orthogonalize.coefficients import name_of_schedule
 from megatron_eopt.redirect import Original, around
 from megatron_eopt.routing import ParamPattern, compare, from_json, to_json, with_schedule
 from megatron_eopt.routing.settings import settings_of_groups
@@ -49,7 +48,6 @@ _TORCHS = ("Adam", "AdamW")
 # Where the schedule stands: Megatron's scheduler computes them anew after a load, a loop without one goes on from them.
 _SCHEDULED = frozenset({"lr", "weight_decay"})
 _SCHEDULE = frozenset({"max_lr", "min_lr", "start_wd", "end_wd", "wd_mult", "lr_mult"})  # what it starts from
-_SAID_ELSEWHERE = frozenset({"momentum_dtype", "of_groups"})  # when their change is found
 _FROM_CHECKPOINT = "use_checkpoint_opt_param_scheduler"  # Megatron's flag: the schedule of the checkpoint counts
 _CHANGED = "goes on with other settings than the checkpoint has"
 _STRUCTURE = frozenset({"is_expert_parallel", "default_config"})  # of the layout, and of how Megatron logs
@@ -290,41 +288,25 @@ def settings_of(group: Settings) -> Settings:
     return {key: group[key] for key in sorted(group.keys() - NO_SETTINGS)}
 
 
-def of_whole(optimizer: Any) -> dict[str, Any]:
-    """What a load has to know of settings that no group has: their values, and names of those of groups."""
-    return {"settings": optimizer.settings(), "in_groups": list(optimizer.defaults)}
-
-
 def _report_settings(optimizers: Iterable[StateDict], blocks: Iterable[Block]) -> None:
     """Say which settings of optimizers are others than the checkpoint's."""
     saved = {block["optimizer"]: block["settings"] for block in blocks}
     now = {each[BLOCK]["optimizer"]: each[BLOCK] for each in optimizers}  # those of experts have the same
     for name, block in now.items():
-        if "in_groups" in block and name in saved:
-            report_settings(name, saved[name], block["settings"], block["in_groups"])
+        if "settings" in block and name in saved:
+            report_settings(name, saved[name], block["settings"])
 
 
-def report_settings(name: str, saved: Settings, settings: Settings, in_groups: Iterable[str]) -> None:
-    """Say which settings of a class of optimizers changed that no group has.
-
-    A setting that is left out has its default.
-    """
+def report_settings(name: str, saved: Settings, settings: Settings) -> None:
+    """Say which settings of an optimizer as a whole changed; one that is left out has its default."""
     changed: Changes = {}
-    for key in (saved.keys() | settings.keys()) - _SAID_ELSEWHERE - set(in_groups):
+    for key in saved.keys() | settings.keys():
         was = saved.get(key, "default")
         now = settings.get(key, "default")
         if _differs(was, now):
             changed[key] = (was, now)
-    if "coefficients" in changed:
-        was, now = map(_iteration, changed["coefficients"])
-        if was != now:  # else they are of the user's own, and as many
-            changed["coefficients"] = (was, now)
     if changed:
         say(f"{name} {_CHANGED}: {_listed(changed)}")
-
-
-def _iteration(schedule: Sequence[Sequence[float]]) -> str:
-    return f"{len(schedule)} steps of {name_of_schedule(schedule)}"
 
 
 def _listed(changed: Changes) -> str:

@@ -21,7 +21,6 @@ from megatron_eopt.megatron.checkpoints.keys import FORMAT, Sharded, sharded_ten
 from megatron_eopt.megatron.checkpoints.loading import (
     MAIN_PARAMETERS,
     groups_after_load,
-    of_whole,
     report_changes,
     settings_of,
     torch_state,
@@ -114,9 +113,9 @@ class SavedState:
         requested = {
             "import_adam": bool(getattr(self._megatron.config, "muon_momentum_from_adam", False)),
             "layers_differ": self._layers_differ,
-            "modifies": self._is_ours and "weight_norm" in self._torch.settings_of_groups(),
+            "modifies": self._is_ours and "weight_norm" in self._torch.defaults,
         }
-        return requested | (of_whole(self._torch) if self._is_ours else {})
+        return requested | ({"settings": self._torch.settings()} if self._is_ours else {})
 
     def _about(self, step: Any) -> Block:
         """The optimizer, its groups and settings, equal on all ranks."""

@@ -118,7 +118,7 @@ class Run:
         """The first optimizer without a choice of momentum dtype."""
         for name in self.names:
             entry = registry.EMERGING_OPTIMIZERS.get(name)
-            if entry is not None and "momentum_dtype" not in signature(entry.optimizer_cls).parameters:
+            if entry is not None and "execution" not in signature(entry.optimizer_cls).parameters:
                 return name
         return None
 

@@ -12,7 +12,7 @@ from torch.optim import AdamW
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from megatron_eopt.optimizers.heavy_ball_muon import HeavyBallMuon
-from megatron_eopt.orthogonalize.choices import check_named
+from megatron_eopt.settings.execution import check_arguments
 from megatron_eopt.settings.groups import plain, warn
 from megatron_eopt.settings.of_class import check_values, misspelt, settings_of
 from megatron_eopt.settings.records import ADAM, RECORDS, Setting
@@ -189,7 +189,7 @@ class Muon(Optimizer):
     ) -> None:
         taken = {**inspect.signature(Muon).parameters, **settings_of(HeavyBallMuon)}
         known = [name for name in taken if name not in ("muon_settings", "num_ns_steps")]
-        check_named(type(self).__name__, muon_settings, known)
+        check_arguments(type(self).__name__, muon_settings, known)
         for name, params in (("muon_params", muon_params), ("adam_params", adam_params)):
             if isinstance(params, Tensor):
                 raise TypeError(f"{name} must be a list of parameters or of groups, got one tensor: pass [tensor]")

@@ -16,7 +16,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from megatron_eopt.kernels.choice import check_kernel
 from megatron_eopt.kernels.precision import outside_autocast
 from megatron_eopt.matrices import ATTRIBUTE, WHOLE, Split, declared_split, is_transposed, split_of
-from megatron_eopt.orthogonalize.choices import check_count, check_named
+from megatron_eopt.orthogonalize.choices import check_count
 from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.collectives import CollectiveError, counters, lowest
 from megatron_eopt.parallel.engine import Engine
@@ -24,7 +24,7 @@ from megatron_eopt.parallel.layout import Layout, split_layout
 from megatron_eopt.parallel.plan_records import TpMode
 from megatron_eopt.parallel.workspace import Workspace
 from megatron_eopt.settings import groups as of_groups
-from megatron_eopt.settings.execution import Execution
+from megatron_eopt.settings.execution import Execution, check_arguments
 from megatron_eopt.settings.of_class import check_effect, check_values, is_ours, misspelt, settings_of
 from megatron_eopt.settings.records import RECORDS, Setting
 from megatron_eopt.settings.values import without_dimensions
@@ -117,7 +117,7 @@ class BaseOptimizer(Optimizer):
         """
         cls = type(self)
         known = settings_of(cls)
-        check_named(cls.__name__, arguments.get("settings", {}), known)
+        check_arguments(cls.__name__, arguments.get("settings", {}), known)
         given = {**arguments, **arguments.get("settings", {})}
         values = {key: given.get(key, setting.default) for key, setting in known.items()}
         check_values(cls.__name__, known, values)

@@ -87,7 +87,7 @@ def host_milliseconds(count: int = 600, rounds: int = 21) -> list[float]:
 
 
 def counted_step(
-    group: Any, mode: Any, layers: int, workspace: int = 2**31, optimizer: Any = TensorParallelMuon
+    group: Any, mode: Any, layers: int, execution: Execution = Execution(), optimizer: Any = TensorParallelMuon
 ) -> tuple[Engine, int]:
     """The engine of layers at TP=8, and the most bytes that the step of a GPU has in use at a time."""
     with FakeTensorMode():
@@ -99,11 +99,11 @@ def counted_step(
                 parameter.grad = torch.empty_like(parameter)
                 parameters.append((f"{layer}.{name}", parameter))
         groups: Any = SimpleNamespace(tp=group, expt_tp=None)
-        optimizer = optimizer(parameters, pg_collection=groups, tp_mode=mode, execution=Execution(workspace=workspace))
+        optimizer = optimizer(parameters, pg_collection=groups, tp_mode=mode, execution=execution)
         optimizer.init_state()
         engine, session = optimizer.proposed(), optimizer._session
         session.engine = engine
-        session.settled.scales = [[1.0] * len(matrices) for matrices in engine.matrices]
+        session.settled = optimizer._settled(engine)
         session.stepping = [True] * len(parameters)
         batches = optimizer._batches(torch.empty((), dtype=torch.bool))
         with torch.no_grad(), Allocations() as allocated:

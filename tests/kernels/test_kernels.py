@@ -7,7 +7,7 @@ import pytest
 import torch
 from kernel_checks import check
 
-from megatron_eopt import SOAP, TensorParallelMuon
+from megatron_eopt import SOAP, Execution, TensorParallelMuon
 from megatron_eopt.kernels.choice import check_kernel, products_for, rule, triton_missing
 from megatron_eopt.kernels.products import Blocked, Products
 from megatron_eopt.orthogonalize import newton_schulz
@@ -78,7 +78,7 @@ def test_named_kernels_agree_with_each_other():
 def test_explain_names_the_kernels():
     optimizer = TensorParallelMuon([torch.nn.Parameter(torch.ones(12, 8))], fp32_matmul_prec="highest")
     assert "Symmetric products by blocked (fp32 on a CPU)" in optimizer.explain()
-    named = TensorParallelMuon([torch.nn.Parameter(torch.ones(12, 8))], symmetric_products="torch")
+    named = TensorParallelMuon([torch.nn.Parameter(torch.ones(12, 8))], execution=Execution(symmetric_products="torch"))
     assert "Symmetric products by torch (named)" in named.explain()
 
 

@@ -1,6 +1,5 @@
 """The workspace bounds what a step takes: chunks of a plan, and the bytes that a step of a large model allocates."""
 
-from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -11,6 +10,7 @@ from hypothesis import strategies as st
 from step import CASES, MODES, RANKS, counted_step
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megatron_eopt import Execution
 from megatron_eopt.orthogonalize import NewtonSchulz
 from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.cost import largest_iteration, step_bytes
@@ -78,7 +78,7 @@ def test_momenta_of_a_small_model_cut_no_bucket():
 def test_a_step_takes_no_more_than_its_workspace(fake_group, monkeypatch, mode, form, workspace):
     if form == "gram":  # as on a GPU: in fp16
         monkeypatch.setitem(NewtonSchulz.compile.__globals__, "gram_dtype", lambda dtype, device: torch.float16)
-    engine, peak = counted_step(fake_group, mode, 2, workspace)
+    engine, peak = counted_step(fake_group, mode, 2, Execution(workspace=workspace))
     rows, cols = 8192, 57344
     # X, its successor and two Gram matrices, in bf16, of the largest matrix
     assert peak <= workspace + 2 * (2 * rows * cols + 2 * rows * rows)
@@ -132,7 +132,7 @@ def test_a_chunk_waits_for_room_beside_those_at_work(state):
 
 @pytest.mark.parametrize("name", ["adamuon", "normuon", "namo", "muon_hyperball", "polargrad"])
 def test_no_relative_takes_more(fake_group, name):
-    engine, peak = counted_step(fake_group, "owner", 2, 2**31, CASES[name])
+    engine, peak = counted_step(fake_group, "owner", 2, optimizer=CASES[name])
     assert peak <= step_bytes(engine.plan, engine.works, engine.workspace)
     assert peak <= 2**31 + 2 * (2 * 8192 * 57344 + 2 * 8192 * 8192)
 
@@ -141,7 +141,6 @@ def test_no_relative_takes_more(fake_group, name):
     ("name", "mode"), [("muon", "owner"), ("muon", "gram"), ("adamuon", "owner"), ("mars_muon", "auto")]
 )
 def test_state_from_host_memory_is_on_the_device_within_the_workspace(fake_group, name, mode):
-    optimizer = partial(CASES[name], offload_fraction=1.0)
-    engine, peak = counted_step(fake_group, mode, 2, 2**31, optimizer)
+    engine, peak = counted_step(fake_group, mode, 2, Execution(offload_fraction=1.0), CASES[name])
     assert peak <= step_bytes(engine.plan, engine.works, engine.workspace)
     assert peak <= 2**31 + 2 * (2 * 8192 * 57344 + 2 * 8192 * 8192)

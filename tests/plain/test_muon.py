@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, StepLR
 
+from megatron_eopt import TensorParallelMuon
 from megatron_eopt.optimizers.scion import Scion
 from megatron_eopt.optimizers.with_adamw import Muon
 from megatron_eopt.orthogonalize.coefficients import get_coefficients
@@ -298,6 +299,13 @@ def test_a_second_moment_is_refused():
     optimizer = Muon([matrix], [])
     with pytest.raises(ValueError, match="Muon has no moment2_method, got 'normuon': take it out of the group"):
         optimizer.add_param_group({"params": [other], "moment2_method": "normuon"})
+
+
+@pytest.mark.parametrize("cls", [Muon, TensorParallelMuon])
+def test_a_field_of_execution_is_refused_as_an_argument_of_its_own(cls):
+    given = [parameters((4, 4)), []] if cls is Muon else [parameters((4, 4))]
+    with pytest.raises(TypeError, match=r"field of Execution, pass execution=Execution\(momentum_dtype=\.\.\.\)"):
+        cls(*given, momentum_dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,6 @@ from megatron_eopt.megatron.support.facts import on
 from megatron_eopt.megatron.wrappers import torch_optimizers
 from megatron_eopt.redirect import Original, around
 from megatron_eopt.routing import ParamPattern, compare, from_json, to_json, with_schedule
-from megatron_eopt.routing.settings import settings_of_groups
 from megatron_eopt.step.base import BaseOptimizer
 from megatron_eopt.step.state import NO_SETTINGS
 
@@ -225,12 +224,11 @@ def groups_after_load(optimizer: Optimizer, saved: Sequence[Sequence[Settings]])
     ``saved`` are, for each group, the checkpoint's groups that have its parameters.
     """
     carried = optimizer.persistent_group_keys if isinstance(optimizer, BaseOptimizer) else frozenset()
-    settable = {"optimizer", *settings_of_groups(optimizer)}
     from_checkpoint = on(releases.training_args(), _FROM_CHECKPOINT)
     groups = []
     numbers: dict[str, list[str]] = {}  # of groups, by what changed in them
     for number, (group, of_group) in enumerate(zip(optimizer.state_dict()["param_groups"], saved, strict=True)):
-        settings, changed = settings_after_load(group, of_group, carried, settable, from_checkpoint)
+        settings, changed = settings_after_load(group, of_group, carried, from_checkpoint)
         groups.append(settings)
         if changed:
             numbers.setdefault(_listed(changed), []).append(str(number))
@@ -241,12 +239,12 @@ def groups_after_load(optimizer: Optimizer, saved: Sequence[Sequence[Settings]])
 
 
 def settings_after_load(
-    current: Settings, saved: Sequence[Settings], carried: Set[str], settable: Set[str], from_checkpoint: bool = False
+    current: Settings, saved: Sequence[Settings], carried: Set[str], from_checkpoint: bool = False
 ) -> tuple[Settings, Changes]:
     """A group's settings, and changes.
 
-    ``saved`` are the checkpoint's groups that have its parameters. A group goes on without what a user may set,
-    ``settable``, and this run does not. ``from_checkpoint`` takes the schedule of the checkpoint. A ValueError refuses
+    ``saved`` are the checkpoint's groups that have its parameters. A group goes on without an ``optimizer`` that this
+    run does not name. ``from_checkpoint`` takes the schedule of the checkpoint. A ValueError refuses
     saved groups that differ in what is ``carried`` over, which the optimizer computes.
     """
     settings = dict(current)
@@ -259,14 +257,14 @@ def settings_after_load(
             then[key].append(value)
     for key, values in sorted(then.items()):
         is_gone = key not in current
-        if key in carried or key == "step" or (is_gone and key not in settable | _SCHEDULE):
+        if key in carried or key == "step" or (is_gone and key not in _SCHEDULE | {"optimizer"}):
             if any(value != values[0] for value in values):
                 raise ValueError(
                     f"parameters of one group come from groups of the checkpoint with different {key!r}: {values}; "
                     f"keep the groups of the run that saved, or {FRESH}"
                 )
             settings[key] = values[0]
-        elif is_gone and key in settable:
+        elif is_gone and key == "optimizer":
             changed[key] = (values[0], "the optimizer's own")
         elif is_gone or key in _SCHEDULED | _STRUCTURE:
             continue
@@ -315,7 +313,7 @@ def _listed(changed: Changes) -> str:
 
 def _differs(a: Any, b: Any) -> bool:
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return list(a) != list(b)  # a list comes back from a file where a tuple went in
+        return len(a) != len(b) or any(map(_differs, a, b))  # a list comes back from a file where a tuple went in
     return bool(a != b)
 
 

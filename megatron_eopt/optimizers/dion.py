@@ -20,8 +20,8 @@ from megatron_eopt.settings.values import ABOVE_0_UP_TO_1, Scalar
 from megatron_eopt.step.foreach import where
 from megatron_eopt.step.parameters import DescribedMatrix, TensorParallelGroups, names_of_last
 from megatron_eopt.step.session import StepCache
+from megatron_eopt.step.stacks import GRADIENT, Chunk, MatrixPlan, Rule, Stack, StackedOptimizer, wide
 from megatron_eopt.step.state import MOMENTUM_BUFFER, StateTensor, check_placements
-from megatron_eopt.step.whole_matrices import GRADIENT, Chunk, MatrixPlan, Rule, Stack, StackedOptimizer, wide
 
 BASIS = "Q"
 NOISE = 100  # times the precision of the dtype: a column of P this much below the largest is rounding

@@ -19,8 +19,8 @@ from megatron_eopt.settings.records import FACTOR_PRECISION, Setting
 from megatron_eopt.settings.values import ABOVE_0_UP_TO_1, Scalar
 from megatron_eopt.step.foreach import where
 from megatron_eopt.step.parameters import DescribedMatrix, TensorParallelGroups
+from megatron_eopt.step.stacks import GRADIENT, MatrixPlan, Rule, Stack, StackedOptimizer, wide
 from megatron_eopt.step.state import StateTensor
-from megatron_eopt.step.whole_matrices import GRADIENT, MatrixPlan, Rule, Stack, StackedOptimizer, wide
 
 MOMENTUM_SUM = "momentum_sum"  # no average, so that no first moment of Adam's is taken for it
 

@@ -28,8 +28,8 @@ from megatron_eopt.step import foreach
 from megatron_eopt.step.loaded_state import check_finite
 from megatron_eopt.step.nonfinite import Flag
 from megatron_eopt.step.parameters import DescribedMatrix, names_of_last
+from megatron_eopt.step.stacks import WEIGHT, Chunk, MatrixPlan, Member, Program, StackedOptimizer
 from megatron_eopt.step.state import MOMENTUM_BUFFER, StateTensor
-from megatron_eopt.step.whole_matrices import WEIGHT, Chunk, MatrixPlan, Member, Program, StackedOptimizer
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,7 @@ from megatron_eopt.settings.records import FACTOR_PRECISION, Setting
 from megatron_eopt.settings.values import ABOVE_0, ABOVE_0_UP_TO_1, AT_LEAST_0, BELOW_1, Scalar, count
 from megatron_eopt.step.foreach import where
 from megatron_eopt.step.parameters import TensorParallelGroups
-from megatron_eopt.step.state import StateTensor
-from megatron_eopt.step.whole_matrices import (
+from megatron_eopt.step.stacks import (
     CLOCK,
     EXP_AVG,
     MatrixPlan,
@@ -26,6 +25,7 @@ from megatron_eopt.step.whole_matrices import (
     refreshes,
     wide,
 )
+from megatron_eopt.step.state import StateTensor
 
 FACTORS = ("Q_L", "Q_R")
 BOUNDS = "bounds"

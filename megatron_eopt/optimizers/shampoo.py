@@ -32,7 +32,7 @@ from megatron_eopt.step.factored import (
 )
 from megatron_eopt.step.foreach import put
 from megatron_eopt.step.parameters import TensorParallelGroups
-from megatron_eopt.step.whole_matrices import Rule, Stack, first_moment, refreshes
+from megatron_eopt.step.stacks import Rule, Stack, first_moment, refreshes
 
 Scale = Literal[ScaleMode, "none"]
 

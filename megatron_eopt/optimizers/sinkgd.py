@@ -9,8 +9,8 @@ from torch.optim.optimizer import ParamsT
 from megatron_eopt.settings.records import Setting
 from megatron_eopt.settings.values import Scalar, count
 from megatron_eopt.step.parameters import DescribedMatrix, TensorParallelGroups
+from megatron_eopt.step.stacks import MatrixPlan, Rule, Stack, StackedOptimizer
 from megatron_eopt.step.state import StateTensor
-from megatron_eopt.step.whole_matrices import MatrixPlan, Rule, Stack, StackedOptimizer
 
 
 class SinkGD(StackedOptimizer):

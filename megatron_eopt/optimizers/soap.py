@@ -15,7 +15,7 @@ from megatron_eopt.settings.values import Scalar, count
 from megatron_eopt.step.eigenbases import BasisMethod
 from megatron_eopt.step.factored import Decay, FactoredOptimizer, WeightNorm, steps_taken
 from megatron_eopt.step.parameters import TensorParallelGroups
-from megatron_eopt.step.whole_matrices import EXP_AVG, Rule, Stack, first_moment
+from megatron_eopt.step.stacks import EXP_AVG, Rule, Stack, first_moment
 
 EXP_AVG_SQ = "exp_avg_sq"
 

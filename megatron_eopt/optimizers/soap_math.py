@@ -21,7 +21,7 @@ from megatron_eopt.step.eigenbases import (
 from megatron_eopt.step.factored import Side, follow, gram
 from megatron_eopt.step.foreach import put, where
 from megatron_eopt.step.nonfinite import LARGEST_NORM, Flag
-from megatron_eopt.step.whole_matrices import refreshes
+from megatron_eopt.step.stacks import refreshes
 
 SortBases = Literal["before", "after"]
 

@@ -26,7 +26,7 @@ from megatron_eopt.parallel.rectangles import Rectangle, whole
 from megatron_eopt.settings.groups import also_called, iteration_of, note_short_schedule, warn
 from megatron_eopt.settings.records import Setting
 from megatron_eopt.settings.values import BELOW_1, Scalar, count
-from megatron_eopt.step import foreach, whole_matrices
+from megatron_eopt.step import foreach, stacks
 from megatron_eopt.step.foreach import where
 from megatron_eopt.step.nonfinite import Flag
 from megatron_eopt.step.parameters import (
@@ -37,8 +37,8 @@ from megatron_eopt.step.parameters import (
     scale_rows,
 )
 from megatron_eopt.step.session import StepCache
+from megatron_eopt.step.stacks import GRADIENT, WEIGHT, Chunk, Stack, StackedOptimizer, wide
 from megatron_eopt.step.state import MOMENTUM_BUFFER, SIDES, Dim, StateTensor, check_placements
-from megatron_eopt.step.whole_matrices import GRADIENT, WEIGHT, Chunk, Stack, StackedOptimizer, wide
 
 # State of a weight. The last two, and the momentum, are of each factor: _A or _B follows, and the end of its matrix.
 PROJECTED = "projected"  # 1 where the factors are those of the weight, 0 before the first step
@@ -108,7 +108,7 @@ def together(factors: Sequence[Factors]) -> list[Factors]:
         dtype = some.momenta[0].dtype
         kind = (id(some.group), matrix.group, matrix.shape, matrix.rectangles, dtype, some.transposed)
         nbytes[kind] += len(some.numbers) * dtype.itemsize * max(x.numel for x in matrix.rectangles)
-        part = (*kind, nbytes[kind] // whole_matrices.MOST_BYTES)
+        part = (*kind, nbytes[kind] // stacks.MOST_BYTES)
         if part not in kinds:
             kinds[part] = replace(some, gradients=list(some.gradients))
             continue

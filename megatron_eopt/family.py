@@ -397,7 +397,7 @@ _SPECS = (
     OptimizerSpec(
         name="polargrad",
         cls=PolarGrad,
-        of_muon=(*OF_ITERATION, *names_of(CAUTION + NORM)),
+        of_muon=(*OF_ITERATION, *names_of(CAUTION + NORM), "max_update_rms"),
         flags=("momentum",),
     ),
     OptimizerSpec(

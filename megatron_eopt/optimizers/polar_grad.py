@@ -57,6 +57,7 @@ class PolarGrad(TensorParallelMuon):
         weight_norm: Literal["none", "brake"] = "none",
         brake_outward: float = 0.5,
         brake_inward: float = 1.0,
+        max_update_rms: float = 0.0,
         **settings: Unpack[Transport],
     ) -> None:
         BaseOptimizer.__init__(self, params, locals())

@@ -104,7 +104,6 @@ class PSGDKron(StackedOptimizer):
             AT_LEAST_0,
         ),
         Setting("beta_lip", check=BELOW_1),
-        Setting("max_update_rms", "Largest RMS of the entries of an update; 0 for no bound.", AT_LEAST_0),
         Setting("max_dim", "The longest side that has a factor; a longer one has its diagonal.", count(0)),
     )
     persistent_group_keys = frozenset({CLOCK})

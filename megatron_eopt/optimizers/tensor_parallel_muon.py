@@ -74,6 +74,7 @@ class Modifiers(TypedDict, total=False):
         relative_update: ``match``: before the rate, the norm of an update is ``update_ratio`` times that of its weight;
             ``none``.
         update_ratio: above 0; 1.
+        max_update_rms: the largest RMS of an update, before the rate, at least 0; 0 for no bound.
     """
 
     cautious_weight_decay: bool
@@ -82,6 +83,7 @@ class Modifiers(TypedDict, total=False):
     brake_inward: float
     relative_update: RelativeUpdate
     update_ratio: float
+    max_update_rms: float
 
 
 class Transforms(Modifiers, total=False):
@@ -431,9 +433,11 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             return 0.0
         scale = self._scale(group, rows, cols)
         muon_rms = scale / sqrt(max(rows, cols))
-        if modifiers.moment2_of(group) == "none":
-            return muon_rms
-        return second_moment.first_rms(group, muon_rms, scale)
+        rms = muon_rms
+        if modifiers.moment2_of(group) != "none":
+            rms = second_moment.first_rms(group, muon_rms, scale)
+        bound = modifiers.bound_of(group)
+        return min(rms, bound) if bound else rms
 
     def explain(self) -> str:
         """The plan of a step, a table, and its kernels; all ranks ask."""

@@ -180,6 +180,13 @@ RELATIVE = (
         only_with=("relative_update", ("match",)),
         default=1.0,
     ),
+    Setting(
+        "max_update_rms",
+        "Largest RMS of the entries of an update; 0 for no bound.",
+        AT_LEAST_0,
+        planned=True,
+        default=0.0,
+    ),
 )
 """Modifiers of the norms of updates."""
 

@@ -5,6 +5,7 @@ rate, and norms those of whole logical matrices::
 
     W <- W - lr weight_decay [sign(U) sign(W) >= 0] W     cautious weight decay [1], where it is on
     a  = lr                                               relative_update "none"
+       = lr min(1, max_update_rms / RMS(U))               where max_update_rms is not 0
        = lr update_ratio ||W|| / ||U||                    "match" [2]
     W <- W - a U                                          weight_norm "none"
     W <- R normalize(W - lr R normalize(U))               "hold" [3], with R the norm of W before the first step
@@ -62,7 +63,7 @@ def modified(group: Mapping[str, Any], decay_method: DecayMethod) -> Modified:
 
 def modifiers_in(group: Mapping[str, Any]) -> list[str]:
     """Settings of a group that say which modifiers it has."""
-    names = ("cautious_weight_decay", "weight_norm", "relative_update", "moment2_method", "align_rms")
+    names = ("cautious_weight_decay", "weight_norm", "relative_update", "max_update_rms", "moment2_method")
     return [name for name in names if name in group]
 
 
@@ -83,6 +84,12 @@ def matches(group: Mapping[str, Any]) -> bool:
     return bool(group.get("relative_update", "none") == "match")
 
 
+def bound_of(group: Mapping[str, Any]) -> float:
+    """The largest RMS of an update; 0 for no bound."""
+    bound: float = group.get("max_update_rms", 0.0)
+    return bound
+
+
 def is_cautious(group: Mapping[str, Any]) -> bool:
     """Whether weight decay waits for the signs of the update."""
     return bool(group.get("cautious_weight_decay", False))
@@ -100,7 +107,7 @@ def holds(group: Mapping[str, Any]) -> bool:
 
 def measures(group: Mapping[str, Any]) -> bool:
     """Whether norms of global matrices are needed."""
-    return weight_norm_of(group) != "none" or matches(group)
+    return weight_norm_of(group) != "none" or matches(group) or bound_of(group) != 0
 
 
 def needs_norm(group: Mapping[str, Any]) -> bool:
@@ -122,6 +129,8 @@ def by_torch(group: Mapping[str, Any]) -> str:
     others = []
     if matches(group):
         others.append("relative_update")
+    if bound_of(group):
+        others.append("max_update_rms")
     if weight_norm_of(group) == "brake":
         others.append("weight_norm 'brake'")
     return " and ".join(others)
@@ -129,9 +138,12 @@ def by_torch(group: Mapping[str, Any]) -> str:
 
 def check_modifiers(name: str, group: Mapping[str, Any]) -> None:
     """Refuse modifiers that have no effect beside held norms."""
-    of_size = matches(group) or not aligns_rms(group)
+    if matches(group) and bound_of(group):
+        raise ValueError(f"{name}: max_update_rms has no effect with relative_update 'match', which sizes updates")
+    of_size = matches(group) or bound_of(group) or not aligns_rms(group)
     if holds(group) and (of_size or is_cautious(group)):
         raise ValueError(
-            f"{name}: relative_update, align_rms and cautious_weight_decay have no effect with weight_norm 'hold', "
-            f"whose updates have lr times the norm of the weight, and which has no weight decay: take them away"
+            f"{name}: relative_update, max_update_rms, align_rms and cautious_weight_decay have no effect with "
+            f"weight_norm 'hold', whose updates have lr times the norm of the weight, and which has no weight decay: "
+            f"take them away"
         )

@@ -5,6 +5,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain, islice
+from math import prod
 from typing import Any
 
 import torch
@@ -306,7 +307,8 @@ class Step:
                 radii = torch.stack(list(chain(*batch.matrix_states(RADIUS))))
                 coefficients.append(on_spheres(norms, products, radii, radii * rate))
             else:
-                coefficients.append(resized(norms, products, rate, batch.group))
+                sizes = [prod(matrix.shape) for matrix in self.engine.flat(batch.indices)]
+                coefficients.append(resized(norms, products, rate, batch.group, sizes))
         return coefficients
 
 

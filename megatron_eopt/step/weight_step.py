@@ -12,7 +12,7 @@ from megatron_eopt.parallel.plan_records import Matrix
 from megatron_eopt.parallel.statistics import StatisticsRequest, norms_of
 from megatron_eopt.step import foreach
 from megatron_eopt.step.foreach import Tensors
-from megatron_eopt.step.modifiers import matches, weight_norm_of
+from megatron_eopt.step.modifiers import bound_of, matches, weight_norm_of
 
 
 def decay_cautiously(weights: Tensors, updates: Tensors, factor: Tensor) -> None:
@@ -48,13 +48,20 @@ def on_spheres(squares: Tensor, inner: Tensor, radii: Tensor, lengths: Tensor) -
     return torch.stack([moves, steps, radii / nonzero(squared.sqrt())], 1)
 
 
-def resized(squares: Tensor, inner: Tensor, rate: Tensor, group: Mapping[str, Any]) -> Tensor:
-    """As :func:`on_spheres`, of other modifiers; ``rate`` is ``lr``, or 0 where all stays."""
+def resized(squares: Tensor, inner: Tensor, rate: Tensor, group: Mapping[str, Any], sizes: Sequence[int]) -> Tensor:
+    """As :func:`on_spheres`, of other modifiers; ``rate`` is ``lr``, or 0 where all stays.
+
+    ``sizes`` are the numbers of entries of matrices.
+    """
     squared_weights, squared_updates = squares
     norms = squared_weights.sqrt()
     steps = rate.expand(len(norms))
     if matches(group):
         steps = steps * (group["update_ratio"] * norms / nonzero(squared_updates.sqrt()))
+    if bound_of(group):
+        # each by a number of the host's, so that no device waits for a copy of them
+        mean_squares = torch.stack(torch._foreach_div(list(squared_updates.unbind()), [max(1, n) for n in sizes]))
+        steps = steps * (bound_of(group) / nonzero(mean_squares.sqrt())).clamp(max=1)
     resize = torch.ones_like(norms)
     if weight_norm_of(group) == "brake":
         after = (squared_weights - 2 * steps * inner + steps.square() * squared_updates).clamp(min=0).sqrt()

@@ -91,6 +91,7 @@ PROGRAMS = {
     "brake, cautious": of_muon(weight_norm="brake", brake_outward=0.1, cautious_weight_decay=True, calls=SUMS),
     "match, cautious": of_muon(relative_update="match", cautious_weight_decay=True, calls=SUMS),
     "match, brake": of_muon(relative_update="match", update_ratio=0.3, weight_norm="brake", calls=SUMS),
+    "bounded": of_muon(max_update_rms=0.05, calls=SUMS),
     "hold, normuon": of_muon(
         **HOLD, moment2_method="normuon", tolerance=IN_FP32, calls={"all_reduce": 4}, without=(*BOTH, *STACKS)
     ),

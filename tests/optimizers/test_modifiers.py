@@ -13,7 +13,7 @@ from tests.optimizers.field import assert_close, factor, gradient, matrix, run
 
 LR, DECAY, BETA = 0.05, 0.3, 0.8
 NORMS = [{}, {"weight_norm": "hold"}, {"weight_norm": "brake", "brake_outward": 0.3, "brake_inward": 0.8}]
-SIZES = [{}, {"relative_update": "match", "update_ratio": 0.7}]
+SIZES = [{}, {"relative_update": "match", "update_ratio": 0.7}, {"max_update_rms": 0.3}]
 COMBINED = [
     (cautious, norm, size)
     for cautious, norm, size in itertools.product([{}, {"cautious_weight_decay": True}], NORMS, SIZES)
@@ -30,6 +30,7 @@ def stepped(w, u, lr, decay, radius, settings):
     w = w - lr * decay * kept * w
     ratio = settings.get("update_ratio", 1.0) * w.norm() / u.norm()
     u = u * (ratio if "relative_update" in settings else 1.0)
+    u = u * min(1.0, settings.get("max_update_rms", torch.inf) / u.square().mean().sqrt())
     new = w - lr * u
     if settings.get("weight_norm") == "brake":
         change = new.norm() - w.norm()

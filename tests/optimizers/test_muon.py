@@ -22,6 +22,7 @@ def test_defaults_are_those_that_scripts_are_written_against():
         "brake_inward": 1.0,
         "relative_update": "none",
         "update_ratio": 1.0,
+        "max_update_rms": 0.0,
         "moment2_method": "none",
         "beta2": 0.95,
         "eps": 1e-8,

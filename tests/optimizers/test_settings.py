@@ -166,6 +166,8 @@ TOGETHER = [
     ("muon", {**HOLD, "relative_update": "match"}, "and cautious_weight_decay have no effect"),
     ("muon", {**HOLD, "cautious_weight_decay": True}, "which has no weight decay"),
     ("muon", {**HOLD, "weight_decay": 0.1}, "'hold' has no weight decay, got 0.1: it keeps"),
+    ("muon", {"relative_update": "match", "max_update_rms": 0.1}, "max_update_rms has no effect with relative_update"),
+    ("muon", {**HOLD, "max_update_rms": 0.1}, "have no effect with weight_norm 'hold'"),
     ("muon", {"cautious_weight_decay": True, **L2}, "of which l2 decay is a part"),
     ("muon", {"moment2_method": "namo", **L2}, "L2 decay would add to: take use_decoupled_weight_decay=True"),
     ("adaptive_muon", {"moment2_method": "none"}, "unknown moment2_method 'none': expected one of adamuon, normuon"),

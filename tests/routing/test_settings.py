@@ -50,6 +50,7 @@ OTHERS = {
     "rank": 2,
     "num_ns_steps": 3,
     "iterations": 2,
+    "max_update_rms": 0.01,
     "weight_decay_method": "independent",
 }
 # What has an effect beside another setting only.

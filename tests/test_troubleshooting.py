@@ -19,7 +19,7 @@ from megatron_eopt import OptimizerConfig, TensorParallelMuon, build_optimizer
 from megatron_eopt.checkpoints.contents import read_contents
 from megatron_eopt.megatron.assignment import Assignment
 from megatron_eopt.megatron.checkpoints.keys import mismatch, of_another, stacks_layers
-from megatron_eopt.megatron.consensus import refuse_different, say
+from megatron_eopt.megatron.consensus import log_rank0, refuse_different
 from megatron_eopt.megatron.first_step import check_steps, warn_of_unused
 from megatron_eopt.megatron.given import warnings_of
 from megatron_eopt.megatron.qk_clip import refuse_unclipped
@@ -93,7 +93,7 @@ def interrupted():
 def parsed_before_activation():
     args = SimpleNamespace(optimizer="muon", muon_tp_mode="blockwise")
     for warning in warnings_of(args, args):
-        say(f"warning: {warning}")
+        log_rank0(f"warning: {warning}")
 
 
 def started_differently(monkeypatch):

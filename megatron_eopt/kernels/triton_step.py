@@ -71,7 +71,7 @@ def _number_of(x, ON_DEVICE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _mixed(x):  # type: ignore[no-untyped-def]
-    """fmix32 of MurmurHash3, as in :func:`~megatron_eopt.step.rounding.mixed`."""
+    """fmix32 of MurmurHash3, as in :func:`~megatron_eopt.step.rounding.murmur_mix`."""
     x ^= x >> 16
     x *= 0x85EBCA6B
     x ^= x >> 13

@@ -24,7 +24,7 @@ _DATA = ("split", "step_batch_size_schedule", "data_path", "train_data_path", "v
 _PATHS = ("_dir", "_file", "optimizer_overrides")  # ends of names in a config
 
 
-def say(message: str) -> None:
+def log_rank0(message: str) -> None:
     """Print a line of this package on the first rank."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(f"megatron_eopt: {message}", flush=True)

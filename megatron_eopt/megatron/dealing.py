@@ -9,7 +9,7 @@ from megatron.core.optimizer.optimizer import FP32Optimizer
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from megatron_eopt.megatron.consensus import say
+from megatron_eopt.megatron.consensus import log_rank0
 from megatron_eopt.megatron.wrappers import torch_optimizers
 from megatron_eopt.parallel.cost import Work
 from megatron_eopt.parallel.deal import Item, deal
@@ -65,7 +65,7 @@ def _by_operations(
             rank_of[parameter] = rank
     parameters = [parameter for params in in_order for parameter in params if parameter in rank_of]
     dealt = deal([items[p] for p in parameters], [rank_of[p] for p in parameters], len(by_size), works)
-    say(str(dealt))
+    log_rank0(str(dealt))
     hands: list[list[Tensor]] = [[] for _ in by_size]
     for parameter, rank in zip(parameters, dealt.ranks, strict=True):
         hands[rank].append(parameter)

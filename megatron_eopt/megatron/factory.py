@@ -55,9 +55,9 @@ class OptimizerOfRun:
         consensus.on_all_ranks(lambda: refuse_unwritable(self.facts.args))
         caveat = releases.caveat(self.facts.release)
         if caveat is not None:
-            consensus.say(caveat)
+            consensus.log_rank0(caveat)
         for warning in warnings_of(self.facts.config, self.facts.args):
-            consensus.say(f"warning: {warning}")
+            consensus.log_rank0(f"warning: {warning}")
         self.describe()
         of_all = parameters_of(self.model_chunks, self.groups)
         consensus.on_all_ranks(lambda: consensus.refuse_different_parameters(of_all, self.groups))
@@ -92,7 +92,7 @@ class OptimizerOfRun:
         if idle:
             raise ValueError("\n".join(idle))
         for warning in idle_settings(self.facts.config, self.facts.args, names):
-            consensus.say(f"warning: {warning}")
+            consensus.log_rank0(f"warning: {warning}")
 
     def check(self) -> tuple[list[Matrices], dict[Any, Any]]:
         """Refuse assignments that cannot work; return matrices and Megatron's overrides."""
@@ -131,7 +131,7 @@ class OptimizerOfRun:
         consensus.on_all_ranks(lambda: [optimizer.prepare() for optimizer in here if hasattr(optimizer, "prepare")])
         for optimizer in here:
             if isinstance(optimizer, TensorParallelMuon):
-                consensus.say(optimizer.kernels())
+                consensus.log_rank0(optimizer.kernels())
 
     def build_manifest(self) -> None:
         """Record which optimizer updates every parameter, as built."""
@@ -182,7 +182,7 @@ def warn_of_other_checkpoints(args: Any) -> None:
     there = finished or any(Path(args.save).glob("iter_*"))
     if there and not (finished and loads_its_own(args)):
         without = "" if finished else f", since it has no {TRACKER}"
-        consensus.say(
+        consensus.log_rank0(
             f"warning: {args.save} has checkpoints, and this run does not load them{without}: its own will mix with "
             f"them, and replace those of equal iterations; name another folder with --save, or go on from them with "
             f"--load {args.save}"

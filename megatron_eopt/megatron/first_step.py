@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_eopt.megatron.assignment import Assignment
-from megatron_eopt.megatron.consensus import distinct, say
+from megatron_eopt.megatron.consensus import distinct, log_rank0
 from megatron_eopt.megatron.wrappers import torch_optimizers
 from megatron_eopt.step.base import BaseOptimizer
 from megatron_eopt.step.nonfinite import listed
@@ -85,7 +85,7 @@ def warn_of_unused(assigned: Sequence[Assignment]) -> None:
     used = {name for of_rank in of_ranks for name, is_reached in of_rank.items() if is_reached}
     unused = {name for of_rank in of_ranks for name in of_rank} - used
     if unused:
-        say(
+        log_rank0(
             f"warning: the gradient is zero everywhere in the first step, of {listed(sorted(unused))}: no forward pass "
             f"uses it, or its output is multiplied by zero so far. Freeze what is not trained before Megatron wraps "
             f"the model, or exclude it by an override"

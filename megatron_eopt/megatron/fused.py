@@ -11,7 +11,7 @@ from megatron_eopt.family import SplitName
 from megatron_eopt.matrices import ATTRIBUTE, GATE_UP, WHOLE, Split, declared_split, is_transposed
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.assignment import Assignment
-from megatron_eopt.megatron.consensus import say
+from megatron_eopt.megatron.consensus import log_rank0
 from megatron_eopt.megatron.model_parameters import ModelParameter, attention_config, is_qkv_projection
 from megatron_eopt.parallel.attributes import is_sharded
 from megatron_eopt.registry import class_named, get_qkv_split_shapes
@@ -76,7 +76,7 @@ def warn_of_shared_keys(parameters: Iterable[ModelParameter], ranks: int, sequen
     """Warn of latent attention with incomplete gradients of shared keys."""
     down = [p for p in parameters if p.path.endswith((".linear_kv_down_proj", ".linear_qkv_down_proj"))]
     if ranks > 1 and down and (is_sharded(down[0].tensor) or not sequence_parallel):
-        say(
+        log_rank0(
             f"warning: the gradient of {down[0].name} is incomplete, whatever the optimizer: Megatron sums that of the "
             f"keys' positions over the heads of one tensor-parallel rank of {ranks} alone. Set "
             f"--tensor-model-parallel-size 1, or take Transformer Engine's layers with --sequence-parallel"

@@ -12,7 +12,7 @@ from torch.optim.optimizer import Optimizer
 from megatron_eopt.family import ADAMW_RMS, OPTIMIZERS
 from megatron_eopt.matrices import warn_of_unmatched
 from megatron_eopt.megatron.assignment import Assignment
-from megatron_eopt.megatron.consensus import distinct, say
+from megatron_eopt.megatron.consensus import distinct, log_rank0
 from megatron_eopt.megatron.overrides import DEFAULT
 from megatron_eopt.megatron.support.facts import primary_of
 from megatron_eopt.megatron.wrappers import OptimizerParameter, optimizer_parameters
@@ -82,13 +82,13 @@ def _misplaced(found: Iterable[ManifestRow], assigned: Iterable[Assignment]) -> 
 def _report(families: list[ParamPattern], config: Any) -> None:
     preset = getattr(config, "muon_preset", None)
     if preset is not None:
-        say(preset_line(preset, primary_of(config)))
+        log_rank0(preset_line(preset, primary_of(config)))
     form = getattr(config, "optimizer_manifest", "short")
     if form != "none":
         listed = table(families, full=form == "full")
-        say(f"the optimizer of every trainable parameter\n{listed}")
+        log_rank0(f"the optimizer of every trainable parameter\n{listed}")
     for warning in warnings(families, config.muon_scale_mode):
-        say(f"warning: {warning}")
+        log_rank0(f"warning: {warning}")
     file = getattr(config, "optimizer_manifest_file", None)
     if file is not None:
         write_json(families, file)

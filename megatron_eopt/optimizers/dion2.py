@@ -74,7 +74,6 @@ class Dion2(StackedOptimizer):
         FACTOR_PRECISION,
         Setting("fraction", "The part of the short side of a matrix that a step selects.", ABOVE_0_UP_TO_1),
     )
-    multiplies = True
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.kernels.precision import MatmulPrecision, fp32_products
-from megatron_eopt.optimizers.psgd_math import Whitened, preconditioned, refreshed, start
+from megatron_eopt.optimizers.psgd_math import Whitened, init_factors, preconditioned, refreshed
 from megatron_eopt.parallel.layout import Layout
 from megatron_eopt.settings.records import FACTOR_PRECISION, Setting
 from megatron_eopt.settings.values import ABOVE_0, ABOVE_0_UP_TO_1, AT_LEAST_0, BELOW_1, Scalar, count
@@ -161,7 +161,7 @@ class PSGDKron(StackedOptimizer):
         plan.cost += rows * cols  # diagonals, too, are of whole matrices
         return plan
 
-    def _ticks(self, group: Mapping[str, Any]) -> bool:
+    def _advances_clock(self, group: Mapping[str, Any]) -> bool:
         # torch makes a step at rate 0 to begin a state, which is none of the run
         return isinstance(group["lr"], Tensor) or group["lr"] != 0
 
@@ -178,7 +178,7 @@ class PSGDKron(StackedOptimizer):
         # a momentum of zeros has nothing to fit to, as in the step without gradients by which torch begins a state
         steps = where(stack.ok, momentum.flatten(1).any(1), False)
         whitened = Whitened(momentum, [stack.owned(key) for key in FACTORS], stack.owned(BOUNDS))
-        start(whitened, steps, group["precond_init_scale"])
+        init_factors(whitened, steps, group["precond_init_scale"])
         with fp32_products(group["fp32_matmul_prec"]):
             if refreshes(group):
                 whitened = refreshed(whitened, steps, group[CLOCK], group)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_eopt.kernels.precision import fp32_products
-from megatron_eopt.step.rounding import mixed
+from megatron_eopt.step.rounding import murmur_mix
 
 PROBES = 32  # rows that look for a spectral norm
 HALF_ITERATIONS = 2  # their pairs of products
@@ -30,7 +30,7 @@ class Whitened:
     bounds: Tensor  # of the curvature of each factor's fit, (n x 2); 0 before the first
 
 
-def start(x: Whitened, steps: Tensor, scale: float) -> None:
+def init_factors(x: Whitened, steps: Tensor, scale: float) -> None:
     """Make identities of factors that no fit has changed, of matrices that step."""
     first = steps & (x.bounds[:, 0] == 0)
     for factor in x.factors:
@@ -71,7 +71,7 @@ def refreshed(x: Whitened, steps: Tensor, step: int, settings: Mapping[str, Any]
             covariance = lines.square().sum(2)
             norm = covariance.amax(1)
         bound = torch.maximum(beta * x.bounds[:, side] + (1 - beta) * (norm + target), norm + target)
-        share = over(factor, rate / bound)
+        share = broadcast_to(factor, rate / bound)
         if dense:
             left = covariance
             right = factor
@@ -79,18 +79,18 @@ def refreshed(x: Whitened, steps: Tensor, step: int, settings: Mapping[str, Any]
                 left = lines
                 right = lines.mT @ factor
             factor = (factor * (1 + share * target)).baddbmm_(left * -share, right)
-            turn(factor, probes[2 * side + 1])
+            procrustes_step(factor, probes[2 * side + 1])
         else:
             factor = factor * (1 - share * (covariance - target))
         factors.append(factor)
         bounds.append(bound)
     new_bounds = torch.stack(bounds, 1)
     taken = steps & balance(factors) & new_bounds.isfinite().all(1)
-    factors = [torch.where(over(y, taken), y, old) for y, old in zip(factors, x.factors, strict=True)]
+    factors = [torch.where(broadcast_to(y, taken), y, old) for y, old in zip(factors, x.factors, strict=True)]
     return replace(x, factors=factors, bounds=torch.where(taken[:, None], new_bounds, x.bounds))
 
 
-def over(x: Tensor, of_each: Tensor) -> Tensor:
+def broadcast_to(x: Tensor, of_each: Tensor) -> Tensor:
     """A number of each matrix, to be spread over all of ``x``."""
     return of_each.view(-1, *[1] * (x.ndim - 1))
 
@@ -107,11 +107,11 @@ def balance(factors: Sequence[Tensor]) -> Tensor:
     largest = torch.stack([torch.linalg.vector_norm(factor.flatten(1), torch.inf, dim=1) for factor in factors])
     changes = largest.prod(0) ** 0.5 / largest
     for factor, change in zip(factors, changes, strict=True):
-        factor.mul_(over(factor, change))
+        factor.mul_(broadcast_to(factor, change))
     return (largest.isfinite() & changes.isfinite()).all(0)
 
 
-def turn(factor: Tensor, probes: Tensor) -> None:
+def procrustes_step(factor: Tensor, probes: Tensor) -> None:
     """One step towards ``min |U Q - I|``, over rotations ``U``.
 
     ``Q <- (I + a R + a^2 R^2 / 2) Q`` with ``R = Q^T - Q`` and the ``a`` that makes the trace largest, at most
@@ -156,9 +156,9 @@ def normals(step: int, count: int, like: Tensor) -> Tensor:
     """So many standard normal numbers, a hash of a step and their index."""
     numbers = torch.arange(count, dtype=torch.int32, device=like.device)
     start = (step * 0x9E3779B1 + 2**31) % 2**32 - 2**31  # odd, and far from its multiples
-    bits = mixed(mixed(numbers) + start)
+    bits = murmur_mix(murmur_mix(numbers) + start)
     radius = (-2 * _uniform(bits, like.dtype).log()).sqrt()
-    return radius * (2 * pi * _uniform(mixed(bits + 1), like.dtype)).cos()
+    return radius * (2 * pi * _uniform(murmur_mix(bits + 1), like.dtype)).cos()
 
 
 def _uniform(bits: Tensor, dtype: torch.dtype) -> Tensor:

@@ -30,7 +30,7 @@ from megatron_eopt.step.factored import (
     gram,
     steps_taken,
 )
-from megatron_eopt.step.foreach import put
+from megatron_eopt.step.foreach import copy_where
 from megatron_eopt.step.parameters import TensorParallelGroups
 from megatron_eopt.step.stacks import Rule, Stack, first_moment, refreshes
 
@@ -171,7 +171,7 @@ class Preconditioning(FactoredOptimizer):
                 images = side.factor @ side.basis
                 order = (side.basis * images).sum(1).argsort(descending=True)
                 new = turned(side, images, order)
-            put(stack.ok, new, side.basis)
+            copy_where(stack.ok, new, side.basis)
 
     def _preconditioned(
         self, momentum: Tensor, left: Side | None, right: Side | None, group: Mapping[str, Any]

@@ -19,7 +19,7 @@ from megatron_eopt.step.eigenbases import (
     whitened,
 )
 from megatron_eopt.step.factored import Side, follow, gram
-from megatron_eopt.step.foreach import put, where
+from megatron_eopt.step.foreach import copy_where, where
 from megatron_eopt.step.nonfinite import LARGEST_NORM, Flag
 from megatron_eopt.step.stacks import refreshes
 
@@ -130,7 +130,7 @@ def _refresh(matrices: Preconditioned, side: Side, dim: int, settings: Mapping[s
             values = (side.basis * images).sum(1)
         order = values.argsort(descending=True)
         sorted_squares = in_order(matrices.squares, order, dim)
-        put(matrices.ok, sorted_squares, matrices.squares)
+        copy_where(matrices.ok, sorted_squares, matrices.squares)
     if settings["basis_method"] == "eigh":
         new = eigenbasis(side.factor)
     else:
@@ -138,7 +138,7 @@ def _refresh(matrices: Preconditioned, side: Side, dim: int, settings: Mapping[s
         if order is None:
             order = eigenvalues(Side(side.factor, new)).argsort(descending=True)
             new = in_order(new, order, 2)
-    put(matrices.ok, new, side.basis)
+    copy_where(matrices.ok, new, side.basis)
 
 
 def _adam(matrices: Preconditioned, moments: Tensor, settings: Mapping[str, Any], first: bool) -> Tensor:

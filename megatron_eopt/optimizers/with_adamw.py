@@ -245,7 +245,7 @@ class Muon(Optimizer):
             check_parameters(self._of_adamw, self._adam_groups[: number + 1])
             for key, x in plain(group).items():
                 beside[f"AdamW's {key} of group {number}"] = x
-        matrices._session.beside = beside
+        matrices._session.adamw_settings = beside
         self._check_apart(matrices._parameters())
 
     @property
@@ -335,13 +335,13 @@ class Muon(Optimizer):
             self._without_gradients = WithoutGradients()
         self._without_gradients.look(self._of_adamw, groups)
         session = self.matrices._session
-        session.also = self._step_adamw
-        session.also_groups = groups
+        session.after_step = self._step_adamw
+        session.after_step_groups = groups
         try:
             self.matrices.step()
         finally:
-            session.also = None
-            session.also_groups = ()
+            session.after_step = None
+            session.after_step_groups = ()
         return loss
 
     def _step_adamw(self, ok: Flag) -> None:

@@ -499,7 +499,7 @@ class BaseOptimizer(Optimizer):
         parameters = self._parameters()
         run = self.execution
         # chunks take turns by what is in host memory, also where the plan is the same
-        beside = {**self._session.beside, **self.settings(), "offload_fraction": run.offload_fraction}
+        beside = {**self._session.adamw_settings, **self.settings(), "offload_fraction": run.offload_fraction}
         beside["momentum_dtype"] = str(run.momentum_dtype)
         settings = of_groups.by_parameter(self.param_groups, self.defaults, beside, self.users_settings)
         named = zip(self._names(), parameters, strict=True)
@@ -554,7 +554,7 @@ class BaseOptimizer(Optimizer):
 
     def _settled(self, engine: Engine) -> StepCache:
         """Find what follows from an agreed engine; raises before anything is kept."""
-        parameters = [*self._parameters(), *parameters_in(self._session.also_groups)]
+        parameters = [*self._parameters(), *parameters_in(self._session.after_step_groups)]
         return StepCache(dtensors=has_dtensors(parameters))
 
     @property
@@ -622,7 +622,7 @@ class BaseOptimizer(Optimizer):
             engine = self.prepare()
         if session.steps == 1:
             warn_of_fp16(self._names(), parameters)
-        also = parameters_in(session.also_groups) if session.also_groups else []
+        also = parameters_in(session.after_step_groups) if session.after_step_groups else []
         ok: Flag = self._judged([*parameters, *also])
         if ok is not None and ok.device.type == "cpu":
             if not ok:
@@ -630,8 +630,8 @@ class BaseOptimizer(Optimizer):
             ok = None
         try:
             self._take(ok)
-            if session.also is not None:
-                session.also(ok)
+            if session.after_step is not None:
+                session.after_step(ok)
         except BaseException as error:
             session.ended_by = type(error).__name__
             raise
@@ -666,7 +666,7 @@ class BaseOptimizer(Optimizer):
         if settled.further is None:
             # in Megatron all of a pipeline stage: their experts, and what is dealt to them, differ
             found = [getattr(self.pg_collection, "tp_dp_cp", None)]
-            for parameter in parameters_in(self._session.also_groups):
+            for parameter in parameters_in(self._session.after_step_groups):
                 found += sharing_groups(parameter, self.pg_collection).values()
             several = [group for group in dict.fromkeys(found) if group is not None and group.size() > 1]
             settled.further = [group for group in several if group not in groups]
@@ -677,7 +677,7 @@ class BaseOptimizer(Optimizer):
         return flag
 
     def _names_of_step(self) -> list[str]:
-        return parameter_names([*self.param_groups, *self._session.also_groups])
+        return parameter_names([*self.param_groups, *self._session.after_step_groups])
 
     def _tags(self, parameters: Sequence[Tensor]) -> list[object]:
         """What each parameter says of its logical matrices."""

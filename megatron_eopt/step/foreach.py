@@ -28,7 +28,7 @@ def where(ok: Flag, new: Tensor, old: Tensor | float) -> Tensor:
     return new if ok is None else torch.where(ok, new, old)
 
 
-def put(ok: Flag, new: Tensor, old: Tensor) -> None:
+def copy_where(ok: Flag, new: Tensor, old: Tensor) -> None:
     """Write ``new`` over ``old`` if ``ok``."""
     if ok is None:
         old.copy_(new)

@@ -40,7 +40,7 @@ def noise_of(before: Tensor, x: Tensor, step: int) -> Tensor:
     """
     key = x.view(torch.int32).bitwise_right_shift(16).bitwise_and_(0xFFFF)
     key |= before.float().view(torch.int32)
-    return mixed(mixed(key).add_(step % 2**31)).bitwise_right_shift_(16).bitwise_and_(0xFFFF)
+    return murmur_mix(murmur_mix(key).add_(step % 2**31)).bitwise_right_shift_(16).bitwise_and_(0xFFFF)
 
 
 def between(x: Tensor, noise: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ def between(x: Tensor, noise: Tensor) -> Tensor:
     return carried.add_(x.view(torch.int32)).bitwise_right_shift_(16).to(torch.int16).view(torch.bfloat16)
 
 
-def mixed(x: Tensor) -> Tensor:
+def murmur_mix(x: Tensor) -> Tensor:
     """Mix int32 in place by the bijection fmix32 of MurmurHash3."""
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         x ^= (x >> shift) & (2 ** (32 - shift) - 1)  # int32 is shifted with its sign

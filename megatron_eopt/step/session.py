@@ -53,9 +53,9 @@ class Session:
     group_of: dict[Tensor, dict[str, Any]] = field(default_factory=dict)
     offloaded: dict[Tensor, bool] = field(default_factory=dict)  # whether a parameter's state is in host memory
     streamed: Streamed | None = None
-    also: Callable[[Flag], None] | None = None  # what else belongs to a step, as that of AdamW to Muon's
-    also_groups: Sequence[dict[str, Any]] = ()  # whose parameters that steps
-    beside: Mapping[str, Any] = MappingProxyType({})  # settings of the optimizer that does that
+    after_step: Callable[[Flag], None] | None = None  # what else belongs to a step, as that of AdamW to Muon's
+    after_step_groups: Sequence[dict[str, Any]] = ()  # whose parameters that steps
+    adamw_settings: Mapping[str, Any] = MappingProxyType({})  # settings of the optimizer that does that
     scalable: bool = False  # whether a GradScaler has been checked
     without_gradients: WithoutGradients = field(default_factory=WithoutGradients)
     steps: int = 0  # that this object began, for errors

@@ -349,7 +349,7 @@ class StackedOptimizer(BaseOptimizer):
         """Whether the first gradient makes factors alone."""
         return False
 
-    def _ticks(self, group: Mapping[str, Any]) -> bool:
+    def _advances_clock(self, group: Mapping[str, Any]) -> bool:
         """Whether the step counts for the clock of a group."""
         return True
 
@@ -451,7 +451,7 @@ class StackedOptimizer(BaseOptimizer):
         self._session.changing = True
         for group in self.param_groups:
             if CLOCK in group:
-                group[CLOCK] += self._ticks(group)
+                group[CLOCK] += self._advances_clock(group)
         chunks = self._chunks(steps, ok)
         self._run(chunks)
         for chunk in chain(*chunks):

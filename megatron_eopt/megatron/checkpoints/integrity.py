@@ -36,7 +36,7 @@ from megatron_eopt.checkpoints.states import BLOCK, holding
 from megatron_eopt.checkpoints.sums import CHECKSUMS, Sums
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.checkpoints.keys import sharded_tensors
-from megatron_eopt.megatron.consensus import from_rank_0, say, union
+from megatron_eopt.megatron.consensus import from_rank_0, log_rank0, union
 from megatron_eopt.megatron.support.facts import primary_of
 from megatron_eopt.parallel.checksum import checksum
 from megatron_eopt.parallel.collectives import total
@@ -99,7 +99,7 @@ def checked_tracker(read_metadata: Original, tracker_filename: str) -> Any:
             iteration = from_rank_0(lambda: None if read_text(file) else _newest_whole(file.parent))
     if iteration is None:
         return read_metadata(tracker_filename)
-    say(
+    log_rank0(
         f"{file} is empty, as a save leaves it that was killed while it wrote there; the newest checkpoint that is "
         f"whole is of iteration {iteration}"
     )
@@ -178,7 +178,7 @@ def compare_sums(
     sums = checksums(t for t in loaded_tensors(requested, loaded) if _is_as(t, stored.get(t.key)))
     without = sorted(sums.keys() - saved.keys())
     if without:
-        say(
+        log_rank0(
             f"warning: {len(without)} tensors have no checksum in the checkpoint, such as {without[0]}: nothing says "
             f"whether they are what was saved, which is right for quantized parameters alone"
         )

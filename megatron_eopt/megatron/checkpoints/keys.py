@@ -17,7 +17,7 @@ from megatron.core.utils import unwrap_model
 
 from megatron_eopt.checkpoints.states import BLOCK, MAIN, Block, StateDict, base, split_key
 from megatron_eopt.megatron import releases
-from megatron_eopt.megatron.consensus import distinct, say, union
+from megatron_eopt.megatron.consensus import distinct, log_rank0, union
 from megatron_eopt.megatron.support.facts import on
 from megatron_eopt.redirect import Original, around
 from megatron_eopt.registry import list_optimizers, optimizer_class
@@ -133,7 +133,7 @@ def fitted(optimizers: Sequence[StateDict], stored: Collection[str]) -> list[Sta
         return state_key(theirs[state], parameter) if state in theirs else value.key
 
     requests = _with_keys(of_adam, requests)
-    say(f"--muon-momentum-from-adam: the momenta of {len(union(momenta))} parameters are Adam's first moments")
+    log_rank0(f"--muon-momentum-from-adam: the momenta of {len(union(momenta))} parameters are Adam's first moments")
     return requests
 
 
@@ -163,10 +163,14 @@ def _leave_out_missing(requests: Iterable[StateDict], stored: Collection[str]) -
                     missing.add(base(state))
                 states[state] = there
     for state in union(missing):
-        say(f"the checkpoint lacks {state} of some parameters, which modifiers of this run keep: it begins anew there")
+        log_rank0(
+            f"the checkpoint lacks {state} of some parameters, which modifiers of this run keep: it begins anew there"
+        )
     unused = {base(split_key(key)[0]) for key in {*stored} - {*union(wanted)}} & {*OPTIONAL}
     for state in sorted(unused) if blocks else ():
-        say(f"the checkpoint holds {state} of some parameters, which no modifier of this run keeps: it is left out")
+        log_rank0(
+            f"the checkpoint holds {state} of some parameters, which no modifier of this run keeps: it is left out"
+        )
 
 
 def shapes_of(request: Any) -> dict[str, tuple[int, ...] | None]:

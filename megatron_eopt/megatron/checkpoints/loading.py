@@ -32,7 +32,7 @@ from megatron_eopt.megatron.checkpoints.keys import (
     shapes_of,
     sharded_tensors,
 )
-from megatron_eopt.megatron.consensus import from_rank_0, say, union
+from megatron_eopt.megatron.consensus import from_rank_0, log_rank0, union
 from megatron_eopt.megatron.support.facts import on
 from megatron_eopt.megatron.wrappers import torch_optimizers
 from megatron_eopt.redirect import Original, around
@@ -183,7 +183,7 @@ def with_optimizer(
     result = load(model, optimizer, opt_param_scheduler, *args, **kwargs)
     args = releases.training_args()
     if on(args, "no_load_optim") and result[0]:
-        say(
+        log_rank0(
             f"--no-load-optim: the weights are those of iteration {result[0]}, all optimizer state begins at zero, and "
             f"so does the schedule of rates and weight decay"
         )
@@ -207,7 +207,7 @@ def restore_schedules(optimizer: Any, of_run: Sequence[Settings]) -> None:
         changed += any(group.get(key) != value for key, value in kept.items())
         group.update(kept)
     if changed:
-        say(
+        log_rank0(
             f"--override-opt-param-scheduler: Megatron gave {changed} parameter groups other rates in the load, and "
             f"they are again as the flags and overrides of this run say"
         )
@@ -234,7 +234,7 @@ def groups_after_load(optimizer: Optimizer, saved: Sequence[Sequence[Settings]])
             numbers.setdefault(_listed(changed), []).append(str(number))
     for changes, alike in numbers.items():
         where = f"group{'s' if len(alike) > 1 else ''} {', '.join(alike)}"
-        say(f"{type(optimizer).__name__} {_CHANGED} in {where}: {changes}")
+        log_rank0(f"{type(optimizer).__name__} {_CHANGED} in {where}: {changes}")
     return groups
 
 
@@ -304,7 +304,7 @@ def report_settings(name: str, saved: Settings, settings: Settings) -> None:
         if _differs(was, now):
             changed[key] = (was, now)
     if changed:
-        say(f"{name} {_CHANGED}: {_listed(changed)}")
+        log_rank0(f"{name} {_CHANGED}: {_listed(changed)}")
 
 
 def _listed(changed: Changes) -> str:
@@ -322,7 +322,7 @@ def report_padding(requested: Iterable[ShardedTensor], stored: Mapping[str, tupl
     for tensor in requested:
         was = stored[tensor.key]
         if tensor.allow_shape_mismatch and was != tensor.global_shape:
-            say(
+            log_rank0(
                 f"warning: the vocabulary is padded otherwise than in the checkpoint ({tensor.key} is "
                 f"{tensor.global_shape}, and was {was}): rows that only one of them has are "
                 f"dropped, or begin anew; --make-vocab-size-divisible-by sets the padding"
@@ -334,7 +334,7 @@ def report_converted(state: Iterable[tuple[str, torch.dtype, torch.dtype]]) -> N
     """Say which state is converted: its key, the checkpoint's dtype, and this run's."""
     converted = union(f"{key} from {was} to {now}" for key, was, now in state if was != now)
     if converted:
-        say(f"the state of the checkpoint is converted: {', '.join(converted)}")
+        log_rank0(f"the state of the checkpoint is converted: {', '.join(converted)}")
 
 
 def report_changes(saved: dict[str, Any] | None, families: Sequence[ParamPattern]) -> None:
@@ -344,13 +344,13 @@ def report_changes(saved: dict[str, Any] | None, families: Sequence[ParamPattern
     try:
         old = from_json(saved)
     except ValueError as error:
-        say(f"changed since the checkpoint: not known, since {error}")
+        log_rank0(f"changed since the checkpoint: not known, since {error}")
         return
     new = from_json(to_json(families))
     counts = new
     if on(releases.training_args(), _FROM_CHECKPOINT):
         counts = with_schedule(new, old)
     for line in compare(old, counts):
-        say(f"changed since the checkpoint: {line}")
+        log_rank0(f"changed since the checkpoint: {line}")
     for line in compare(new, counts):
-        say(f"taken from the checkpoint, by --use-checkpoint-opt-param-scheduler: {line}")
+        log_rank0(f"taken from the checkpoint, by --use-checkpoint-opt-param-scheduler: {line}")

@@ -254,6 +254,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     def _take(self, ok: Flag) -> None:
         session = self._session
+        execution = self.execution
         if session.settled.needs_norms:
             held_norms.find_norms(self)
         if session.settled.by_user:
@@ -261,7 +262,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         else:
             batches = self._batches(ok)
             run = self._run
-            if self.execution.cuda_graphs:
+            if execution.cuda_graphs:
                 graphed = session.settled.graphed = session.settled.graphed or GraphedUpdate(self._run)
                 graphed.check(batches)
                 run = graphed
@@ -271,7 +272,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         for batch in batches:
             for i in batch.indices:
                 self.newton_schulz_calls += len(scales[i])
-        if self.execution.momentum_dtype is not None:
+        if execution.momentum_dtype is not None:
             for group in self.param_groups:
                 group[MOMENTUM_STEPS] += 1
 

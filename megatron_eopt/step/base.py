@@ -69,7 +69,7 @@ from megatron_eopt.step.state import STATE_OF, States, StateTensor, bytes_of_ent
 from megatron_eopt.step.users_functions import OF_USERS, warn_of_uncalled
 
 ATTRIBUTES = "attributes_of_parameters"  # in what is copied and pickled
-PLANNED = ("tp_mode", "fp32_matmul_prec", "execution")  # attributes by which ranks plan
+PLANNED = ("tp_mode", "fp32_matmul_prec")  # attributes by which ranks plan
 HOOKS = ("_optimizer_", "_zero_grad_")  # beginnings of attributes of torch's, which belong to one object
 
 
@@ -105,7 +105,6 @@ class BaseOptimizer(Optimizer):
     is_qkv_fn: Callable[[Tensor], bool] | None = None
     qkv_split_shapes: Sequence[int] | None = None
     tp_mode: TpMode = "duplicated"
-    execution: Execution = Execution()
 
     _session: Session
 
@@ -132,8 +131,8 @@ class BaseOptimizer(Optimizer):
                 vars(self)[key] = value
             else:
                 in_groups[key] = value
-        if "symmetric_products" in values:  # by those that have no other setting of execution
-            self.execution = Execution(symmetric_products=values["symmetric_products"])
+        if "execution" not in known:
+            vars(self)["execution"] = Execution(symmetric_products=values.get("symmetric_products"))
         self._check_effect(in_groups, {key: setting.default for key, setting in known.items()})
         super().__init__(params, {**in_groups, **(further or {})})
 
@@ -158,6 +157,12 @@ class BaseOptimizer(Optimizer):
         self.defaults.pop("differentiable", None)  # which torch adds in a load, and nothing here reads
         for parameter, said in zip(self._parameters(), attributes, strict=False):
             vars(parameter).update(said)  # torch copies tensors without it
+
+    @property
+    def execution(self) -> Execution:
+        """Where and how steps are computed; state follows from it, so that nobody can set it."""
+        execution: Execution = vars(self)["execution"]
+        return execution
 
     # What a subclass says.
 

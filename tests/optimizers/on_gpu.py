@@ -29,7 +29,7 @@ def masking(optimizer):
 
 def captured(optimizer, capture=lambda run: run):
     """An optimizer whose step is captured; by default the capture is a function that is called again."""
-    optimizer.execution = replace(optimizer.execution, cuda_graphs=True)
+    vars(optimizer)["execution"] = replace(optimizer.execution, cuda_graphs=True)
     optimizer.prepare()
     optimizer._session.settled.graphed = GraphedUpdate(optimizer._run, capture)
     return optimizer

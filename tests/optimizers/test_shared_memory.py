@@ -23,7 +23,7 @@ def test_a_step_shared_by_data_parallel_ranks_takes_as_much_at_any_number(ranks)
                 parameter.grad = torch.empty_like(parameter)
             groups = SimpleNamespace(dp_cp=dist.group.WORLD)
             optimizer = SOAP(parameters, pg_collection=groups, share_over_dp=True)
-            optimizer.execution = Execution(workspace=2**28)
+            vars(optimizer)["execution"] = Execution(workspace=2**28)
             optimizer.init_state()
             for parameter in parameters:
                 optimizer._note_begun(parameter, "steps")  # no first gradient

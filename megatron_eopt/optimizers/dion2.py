@@ -57,8 +57,7 @@ class Dion2(StackedOptimizer):
         coefficient_type: of these, as Muon's.
         fp32_matmul_prec: ``low``, ``medium``, ``high`` or ``highest``: precision of their products.
         symmetric_products: the kernel of those that are symmetric, as in
-            :class:`~megatron_eopt.optimizers.tensor_parallel_muon.TensorParallelMuon`; by default that of the
-            checkpoint, else the fastest on a GPU, and what a CPU is fast in, without a choice that is kept.
+            :class:`~megatron_eopt.settings.execution.Execution`.
         split_qkv: update the parts of fused query, key and value projections separately.
         is_qkv_fn: tells which parameters are fused.
         qkv_split_shapes: rows of (q, k, v), or (q, gate, k, v), in one query group; the parameter's attribute wins.

@@ -58,8 +58,8 @@ class DistributedMuon(StackedOptimizer):
     A parameter of more than two dimensions is read as a matrix: the first one times the rest. Gradients are not written
     to. A step with a gradient that is not finite is skipped: see
     :mod:`~megatron_eopt.step.nonfinite`.
-    :class:`~megatron_eopt.optimizers.tensor_parallel_muon.TensorParallelMuon` with its ``data_parallel_group`` has more
-    coefficients and larger batches, with all momenta on all ranks.
+    :class:`~megatron_eopt.optimizers.tensor_parallel_muon.TensorParallelMuon` with a ``data_parallel_group``
+    has more coefficients and larger batches, with all momenta on all ranks.
 
     Args:
         params: matrices, or groups of them; the same in the same order on every rank. A group may have its own ``lr``,
@@ -73,7 +73,7 @@ class DistributedMuon(StackedOptimizer):
             in fp32, and both send in the dtype of the parameter.
         process_group: the data-parallel ranks; None for all ranks, or one process.
         symmetric_products: the kernel of symmetric products, as in
-            :class:`~megatron_eopt.optimizers.tensor_parallel_muon.TensorParallelMuon`.
+            :class:`~megatron_eopt.settings.execution.Execution`.
         collective_state_dict: whether all ranks call :meth:`state_dict` together, which then collects the momenta.
             False if all ranks call :meth:`consolidate_state_dict`; None is the same, with a warning where there are
             several ranks.

@@ -17,7 +17,7 @@ from megatron_eopt.parallel.layout import local_rows, on_one_rank
 from megatron_eopt.parallel.scheduler import Program
 from megatron_eopt.settings.groups import DECOUPLED, METHOD, OTHER_NAMES, decay_method
 from megatron_eopt.settings.of_class import is_ours
-from megatron_eopt.settings.records import DecayMethod, Setting
+from megatron_eopt.settings.records import EXECUTION, DecayMethod, Setting, names_of
 from megatron_eopt.settings.values import BELOW_1, Scalar
 from megatron_eopt.step.base import BaseOptimizer
 from megatron_eopt.step.modifiers import Modified, modified
@@ -34,6 +34,7 @@ from megatron_eopt.step.users_functions import OF_USERS, checked
 from megatron_eopt.step.users_step import users_step
 
 # Methods that users override, or set: of whole parameters or matrices, and all.
+MUONS = ("execution", "tp_mode", *names_of(EXECUTION))  # which only Muon and its relatives have
 OF_PARAMETERS = ("orthogonalize", "scaled_orthogonalize_fn", "orthogonalize_fn")
 
 
@@ -132,7 +133,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         weight_decay_method: DecayMethod | None = None,
         **kwargs: Any,
     ) -> None:
-        for name in kwargs.keys() & {*OF_USERS, *OTHER_NAMES}:
+        for name in kwargs.keys() & {*OF_USERS, *OTHER_NAMES, *MUONS}:
             raise TypeError(f"{type(self).__name__}() has no {name}: see its signature for what it is called here")
         self.users_settings = frozenset(kwargs)
         super().__init__(params, locals(), kwargs)
@@ -271,10 +272,14 @@ class OrthogonalizedOptimizer(BaseOptimizer):
     def _settled(self, engine: Engine) -> StepCache:
         """Also find how groups are modified, and whether the user's methods make updates."""
         settled = super()._settled(engine)
-        settled.modified = [modified(group, self.decay_method(group)) for group in self.param_groups]
+        settled.modified = list(map(self._modified, self.param_groups))
         settled.needs_norms = any(each.needs_norm for each in settled.modified)
         settled.by_user = bool(self._overridden(*OF_PARAMETERS))
         return settled
+
+    def _modified(self, group: Mapping[str, Any]) -> Modified:
+        """How a group is modified: by Muon's settings, which users' groups may have under other meanings."""
+        return modified({}, self.decay_method(group))
 
     def _state_keys(self) -> list[list[str]]:
         """Keys of each parameter's state, as the plan has it."""

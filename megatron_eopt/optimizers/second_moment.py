@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_eopt.optimizers.orthogonalized import OrthogonalizedOptimizer, refuse_blockwise
+from megatron_eopt.optimizers.orthogonalized import OrthogonalizedOptimizer
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import Layout
 from megatron_eopt.parallel.plan_records import Matrix
@@ -108,8 +108,6 @@ def moment_tensors(method: str, ends: Sequence[str], layouts: Sequence[Layout], 
 def check_moments(optimizer: OrthogonalizedOptimizer, parameter: Tensor, called: str, method: str) -> None:
     """Refuse layouts of which there are no statistics."""
     name = type(optimizer).__name__
-    if method != "adamuon":
-        refuse_blockwise(optimizer, f"statistics of {method}", ", or adamuon")
     if method == "normuon" and len(optimizer.layout(parameter).cut_dims) > 1:
         raise ValueError(
             f"{name}: the statistics of normuon, one for each row or column, need one of them whole, but "

@@ -109,8 +109,7 @@ class SOAP(FactoredOptimizer):
             ``expt_dp`` for experts, and of cut matrices those of ``tp_dp_cp``, or ``tp_expt_dp``, where it has these
             groups. Then the state of every rank has to be saved.
         symmetric_products: the kernel of ``g g^T`` and ``g^T g``, as in
-            :class:`~megatron_eopt.optimizers.tensor_parallel_muon.TensorParallelMuon`; by default that of the
-            checkpoint, else the fastest on a GPU, and torch, without a choice that is kept, on a CPU.
+            :class:`~megatron_eopt.settings.execution.Execution`; by default torch's.
 
     Raises:
         ValueError: for a setting out of its range, a parameter of three or more dimensions that is not declared as a

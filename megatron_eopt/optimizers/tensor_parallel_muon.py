@@ -46,6 +46,7 @@ from megatron_eopt.settings.records import DecayMethod, Moment2Method, RelativeU
 from megatron_eopt.step import held_norms, modifiers
 from megatron_eopt.step.base import BaseOptimizer
 from megatron_eopt.step.cuda_graph import GraphedUpdate
+from megatron_eopt.step.modifiers import Modified
 from megatron_eopt.step.nonfinite import Flag
 from megatron_eopt.step.offload import Streamed
 from megatron_eopt.step.parameters import (
@@ -245,6 +246,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             if batch.modified.moment2_method != "none":
                 return adaptive_muon(step)
         return self.of_step(step)
+
+    def _modified(self, group: Mapping[str, Any]) -> Modified:
+        return modifiers.modified(group, self.decay_method(group))
 
     def _copied(self) -> int:
         """Bytes of each entry that the program copies where kernels serve; if any, it may read gradients."""
@@ -554,6 +558,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         self._iteration(group)
         if self.measures or modifiers.measures(group):
             refuse_blockwise(self, "norms")
+        method = modifiers.moment2_of(group)
+        if method in ("normuon", "namo"):
+            refuse_blockwise(self, f"statistics of {method}", ", or adamuon")
         muon_checks.check_functions(self, group)
         muon_checks.check_decided(self, group)
         self._check_second_moment(group)

@@ -153,7 +153,7 @@ class Muon(Optimizer):
         adam_fused: whether AdamW uses torch's fused kernel on a CPU, too.
         **muon_settings: further arguments of
             :class:`~megatron_eopt.optimizers.tensor_parallel_muon.TensorParallelMuon`, such as ``coefficient_type``,
-            ``fp32_matmul_prec``, ``nesterov``, ``tp_mode`` (``auto`` here), and under DDP ``data_parallel_group``.
+            ``fp32_matmul_prec``, ``nesterov``, ``tp_mode`` (``auto`` here), and ``execution``.
 
     Attributes:
         matrices: the optimizer of matrices.

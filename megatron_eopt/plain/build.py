@@ -299,7 +299,8 @@ def _settings(config: OptimizerConfig, cls: Callable[..., Optimizer], **own: Any
     known: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
     shared = {"betas": config.betas, "eps": config.eps, "warmup_steps": config.schedule_free_warmup_steps}
     for name, value in shared.items():
-        if value is not None and name in signature(cls).parameters:
+        # beside an optimizer of matrices betas and eps are AdamW's
+        if value is not None and name in signature(cls).parameters and config.name not in BESIDE_ADAMW:
             known[name] = value
     known |= own
     return dict(**known, **config.options)  # a TypeError for an option that a field says

@@ -23,13 +23,23 @@ OTHER_NAMES = {
     "nesterov": "use_nesterov",
     "use_nesterov": "nesterov",
 }
+OtherNames = Mapping[str, tuple[str, Mapping[Any, Any]]]
+"""Another name of a setting -> its name here, and values there -> values here."""
+
 DECOUPLED = "use_decoupled_weight_decay"
 METHOD = "weight_decay_method"
 MOMENTUM_STEPS = "momentum_steps"  # how many steps the momenta of a group have made, where that is counted
 
 
-def rename(name: str, group: dict[str, Any], known: Mapping[str, Any]) -> None:
-    """Rename a group's settings as an optimizer has them; complete its decay by ``known``, its defaults."""
+def rename(name: str, group: dict[str, Any], known: Mapping[str, Any], further: OtherNames) -> None:
+    """Rename a group's settings as an optimizer has them; complete its decay by ``known``, its defaults.
+
+    ``further`` are other names of its own.
+    """
+    for other, (key, values) in further.items():
+        if other in group and other not in known:
+            value = group.pop(other)
+            group.setdefault(key, values.get(value, value))
     for key, other in OTHER_NAMES.items():
         if other not in group or other in known or key not in known:
             continue
@@ -133,18 +143,19 @@ def also_called[**P](**names: str | tuple[str, dict[Any, Any]]) -> Callable[[Cal
 
     ``names`` maps such a name to the argument, or to it and a dict of values there -> values here.
     """
+    other_names = {other: (meant, {}) if isinstance(meant, str) else meant for other, meant in names.items()}
 
     def decorate(init: Callable[P, None]) -> Callable[P, None]:
         @functools.wraps(init)
         def accepting(*args: P.args, **kwargs: P.kwargs) -> None:
             renamed: dict[str, Any] = {}
-            for other, meant in names.items():
+            for other, (name, values) in other_names.items():
                 if other in kwargs:
-                    name, values = (meant, {}) if isinstance(meant, str) else meant
                     value = kwargs.pop(other)
                     renamed[name] = values.get(value, value)
             init(*args, **renamed, **kwargs)  # a TypeError where both names are given
 
+        accepting.other_names = other_names  # type: ignore[attr-defined]
         return accepting
 
     return decorate

@@ -40,6 +40,11 @@ def arguments_of(function: Callable[..., Any]) -> list[Parameter]:
     return found
 
 
+def other_names(cls: type) -> Mapping[str, tuple[str, Mapping[Any, Any]]]:
+    """What the constructor of a class takes by other names: see :func:`~megatron_eopt.settings.groups.also_called`."""
+    return getattr(class_of_ours(cls).__init__, "other_names", {})
+
+
 def settings_of(cls: type) -> Mapping[str, Setting]:
     """Name -> setting, for each argument of this package's constructor of a class."""
     return _settings_of(class_of_ours(cls))

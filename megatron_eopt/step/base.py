@@ -25,7 +25,7 @@ from megatron_eopt.parallel.plan_records import TpMode
 from megatron_eopt.parallel.workspace import Workspace
 from megatron_eopt.settings import groups as of_groups
 from megatron_eopt.settings.execution import Execution, check_arguments
-from megatron_eopt.settings.of_class import check_effect, check_values, is_ours, misspelt, settings_of
+from megatron_eopt.settings.of_class import check_effect, check_values, is_ours, misspelt, other_names, settings_of
 from megatron_eopt.settings.records import RECORDS, Setting
 from megatron_eopt.settings.values import without_dimensions
 from megatron_eopt.step.loaded_state import (
@@ -37,7 +37,7 @@ from megatron_eopt.step.loaded_state import (
     lacking,
     mark_of,
     note_loaded,
-    note_settings,
+    notes_of_settings,
     place,
     warn_reinitialized,
     with_steps,
@@ -65,7 +65,15 @@ from megatron_eopt.step.parameters import (
     sharing_groups,
 )
 from megatron_eopt.step.session import Session, StepCache
-from megatron_eopt.step.state import STATE_OF, States, StateTensor, bytes_of_entry, forget_replaced
+from megatron_eopt.step.state import (
+    STATE_OF,
+    States,
+    StateTensor,
+    bytes_of_entry,
+    expected_shape,
+    forget_replaced,
+    shape_of,
+)
 from megatron_eopt.step.users_functions import OF_USERS, warn_of_uncalled
 
 ATTRIBUTES = "attributes_of_parameters"  # in what is copied and pickled
@@ -120,6 +128,8 @@ class BaseOptimizer(Optimizer):
         given = {**arguments, **arguments.get("settings", {})}
         values = {key: given.get(key, setting.default) for key, setting in known.items()}
         check_values(cls.__name__, known, values)
+        if "execution" in known and not isinstance(values["execution"], Execution):
+            raise TypeError(f"{cls.__name__}: execution is an Execution(...), got {values['execution']!r}")
         if "split_qkv" in known:
             values["qkv_split_shapes"] = checked_split(cls.__name__, values, self.split_lengths)
         warn_of_uncalled(cls)
@@ -334,7 +344,7 @@ class BaseOptimizer(Optimizer):
         name = type(self).__name__
         session = self._session
         if isinstance(param_group, dict):  # else torch says what is wrong
-            of_groups.rename(name, param_group, self.defaults)
+            of_groups.rename(name, param_group, self.defaults, other_names(type(self)))
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         session.engine = session.nonfinite = None
@@ -444,7 +454,7 @@ class BaseOptimizer(Optimizer):
         saved = state_dict["param_groups"]
         groups = self._groups_to_load(saved)
         self._check_all_settings(groups)
-        note_settings(self, saved, groups)
+        notes = notes_of_settings(self, saved, groups)
         indices = [index for group in groups for index in group["params"]]
         parameters = list(zip(self._parameters(), indices, strict=False))
         states = apart(state_dict["state"])
@@ -456,6 +466,8 @@ class BaseOptimizer(Optimizer):
         of_devices = without_host(self._states, parameters, states)
         with without_hooks(self):
             super().load_state_dict({**state_dict, "param_groups": groups, "state": of_devices})
+        for note in notes:
+            of_groups.warn(note)
         note_loaded(name, converted, place(self._states, loaded))
         warn_reinitialized(name, begun_anew)
         self._session.engine = None
@@ -482,7 +494,7 @@ class BaseOptimizer(Optimizer):
         groups = []
         for of_state, own in zip(saved, self.param_groups, strict=True):
             group = dict(of_state)
-            of_groups.rename(name, group, self.defaults)
+            of_groups.rename(name, group, self.defaults, other_names(type(self)))
             for key in needed & own.keys():
                 group.setdefault(key, own[key])
             group[STATE_OF] = mark_of(self)
@@ -559,8 +571,25 @@ class BaseOptimizer(Optimizer):
 
     def _settled(self, engine: Engine) -> StepCache:
         """Find what follows from an agreed engine; raises before anything is kept."""
+        self._check_kept()
         parameters = [*self._parameters(), *parameters_in(self._session.after_step_groups)]
         return StepCache(dtensors=has_dtensors(parameters))
+
+    def _check_kept(self) -> None:
+        """Refuse state of other shapes than the settings of groups ask for, as those of another second moment."""
+        for parameter, called in zip(self._parameters(), self._names(), strict=True):
+            kept = self.state.get(parameter, {})
+            for tensor in self.state_tensors(parameter) if kept else ():
+                if tensor.key not in kept or tensor.rank is not None:
+                    continue
+                found = shape_of(kept[tensor.key])
+                expected = expected_shape(parameter, tensor, self.matrix_layouts)
+                if found != expected:
+                    raise ValueError(
+                        f"{type(self).__name__}: the state {tensor.key!r} of {called} has shape {found}, and the "
+                        f"settings of its group now need {expected}: set them back, or remove it from "
+                        f"optimizer.state[parameter] to begin it anew"
+                    )
 
     @property
     def engine(self) -> Engine:

@@ -55,8 +55,10 @@ def _marked(optimizer: Any) -> dict[str, Any]:
     return {key: value for key, value in optimizer.settings().items() if key not in UNMARKED}
 
 
-def note_settings(optimizer: Any, saved: Iterable[Mapping[str, Any]], groups: Iterable[Mapping[str, Any]]) -> None:
-    """Warn of settings that a load replaces by the state's, and of those of the state that it goes on without."""
+def notes_of_settings(
+    optimizer: Any, saved: Iterable[Mapping[str, Any]], groups: Iterable[Mapping[str, Any]]
+) -> list[str]:
+    """What to warn of: settings that a load replaces by the state's, and those of the state that it goes on without."""
     name = type(optimizer).__name__
     marked = _marked(optimizer)
     of_class = settings_of(type(optimizer))
@@ -72,11 +74,14 @@ def note_settings(optimizer: Any, saved: Iterable[Mapping[str, Any]], groups: It
                 without[f"{key} {value!r} and goes on with {marked[key]!r}"] = None
         for key in sorted(known):
             if _as_plain(loaded[key]) != _as_plain(own[key]):
-                replaced[f"{key} {own[key]!r} by {loaded[key]!r}"] = None
+                replaced[f"{key} {own[key]!r} -> {loaded[key]!r}"] = None
+    notes = []
     if without:
-        warn(f"{name} loads a state that was made with {', with '.join(without)}: build it as it was to go on alike")
+        settings = ", with ".join(without)
+        notes.append(f"{name} loads a state that was made with {settings}: build it as it was to go on alike")
     if replaced:
-        warn(f"{name} takes the settings of the loaded state: {', '.join(replaced)}")
+        notes.append(f"{name} takes the settings of the loaded state: {', '.join(replaced)}")
+    return notes
 
 
 def _as_plain(value: Any) -> Any:

@@ -131,23 +131,27 @@ class Stack:
         self.ok: Flag = None
         self.tensors: dict[str, list[Tensor]] = {}  # that a step has read, by key
 
+    def setting(self, key: str, absent: Any) -> Any:
+        """A setting of the group, or ``absent``: groups may have keys that are none of the optimizer's."""
+        return self.group[key] if key in self.chunk.optimizer.defaults else absent
+
     @property
     def gradient(self) -> Tensor:
         """To be followed by what decreases a loss, zero if not ``ok``; may be a view."""
         gradient = self.state(GRADIENT).to(self.dtype)
-        if self.group.get("maximize"):
+        if self.setting("maximize", False):
             gradient = -gradient
         return where(self.ok, gradient, 0.0)
 
     @property
     def holds(self) -> bool:
         """Whether they keep their norms; vectors do not."""
-        return self.group.get("weight_norm") == "hold" and self.ndim > 2
+        return self.setting("weight_norm", "none") == "hold" and self.ndim > 2
 
     @property
     def decay(self) -> Scalar:
         """The part of the weights that a step takes away."""
-        method = self.group.get("weight_decay_method", "decoupled")
+        method = self.setting("weight_decay_method", "decoupled")
         return decay_power(self.group["lr"], method) * self.group["weight_decay"]
 
     @property

@@ -346,7 +346,7 @@ IN_GROUPS = {
     ),
     "MuonHyperball": ({"lr", "momentum"}, {"nesterov"} | NEWTON_SCHULZ),
     "PolarGrad": ({"lr", "momentum", "weight_decay"}, OF_GROUPS | NEWTON_SCHULZ),
-    "Scion": ({"lr", "momentum"}, NEWTON_SCHULZ),
+    "Scion": ({"lr", "momentum"}, NEWTON_SCHULZ | {"spectral_radius"}),
     "Lion": ({"lr", "betas", "weight_decay"}, {"weight_decay_method"}),
     "SOAP": (
         {"lr", "betas", "shampoo_beta", "eps", "weight_decay"},

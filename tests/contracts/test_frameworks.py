@@ -90,7 +90,7 @@ for kind in (Early, Late):
     muon = muon_of(optimizer)
     assert muon.tp_mode == "auto"
     assert {group["momentum"] for group in muon.param_groups} == {0.8}
-    assert muon.extra_scale_factor == 0.2
+    assert {group["extra_scale_factor"] for group in muon.param_groups} == {0.2}
     trains(model, optimizer)
 
 assert Early(optimizer="muon", lr=1e-2, muon_preset="match_adamw").muon_preset == "match_adamw"
@@ -165,7 +165,7 @@ model = make_model()
 optimizer = native(config=config, model_chunks=[model])
 muon = muon_of(optimizer)
 assert muon.tp_mode == "auto"
-assert (muon.extra_scale_factor, {{group["max_lr"] for group in muon.param_groups}}) == (0.2, {{2e-2}})
+assert {{(group["extra_scale_factor"], group["max_lr"]) for group in muon.param_groups}} == {{(0.2, 2e-2)}}
 names = [type(each.optimizer).__name__ for each in optimizer.chained_optimizers]
 assert sorted(names) == ["AdamW", "TensorParallelAdaptiveMuon", "TensorParallelMuon"], names
 trains(model, optimizer)
@@ -233,7 +233,7 @@ optimizer = get_megatron_muon_optimizer(
 muon = muon_of(optimizer)
 assert muon.tp_mode == "distributed"
 assert {(group["max_lr"], group["min_lr"], group["nesterov"]) for group in muon.param_groups} == {(3e-2, 3e-3, True)}
-assert muon.extra_scale_factor == 1.0  # a flag of ours, which is no field
+assert muon.param_groups[0]["extra_scale_factor"] == 1.0  # a flag of ours, which is no field
 assert {group["max_lr"] for group in optimizer.chained_optimizers[1].param_groups} == {1e-2}
 trains(model, optimizer)
 """
@@ -275,7 +275,7 @@ for config in (
     else:
         assert muon_of(optimizer).tp_mode == "auto"
         named = config.override_optimizer_config == ours
-        assert first.extra_scale_factor == (0.2 if named else 1.0)
+        assert first.param_groups[0]["extra_scale_factor"] == (0.2 if named else 1.0)
         assert first.execution.offload_fraction == (0.0 if named else 1.0)
         largest = 2e-2 if named else 1e-2
         largest_rates = {group["max_lr"] for group in first.param_groups}

@@ -125,18 +125,18 @@ def load(rank, ranks, folder):
 
 
 def load_into_another(rank, ranks, folder):
-    """Load what Muon saved into PolarGrad, from files and through rank 0; returns the errors."""
+    """Load what Shampoo saved into KLShampoo, from files and through rank 0; returns the errors."""
     found = {}
     for form in FORMS:
-        model, optimizer = made(ranks, "polargrad")
+        model, optimizer = made(ranks, "kl_shampoo")
         state = template(model, optimizer, form)
-        dcp.load(state, checkpoint_id=folder / f"muon-{form}")
+        dcp.load(state, checkpoint_id=folder / f"shampoo-{form}")
         with pytest.raises(ValueError) as refused:  # noqa: PT011  # the test looks at its message
             set_optimizer_state_dict(model, optimizer, state["optimizer"], options=FORMS[form])
         found[form] = str(refused.value)
-    model, optimizer = made(ranks, "muon")
+    model, optimizer = made(ranks, "shampoo")
     with pytest.raises(ValueError) as refused:  # noqa: PT011
-        through_rank_0(model, optimizer, *made(ranks, "polargrad"))
+        through_rank_0(model, optimizer, *made(ranks, "kl_shampoo"))
     return found | {"full": str(refused.value)}
 
 
@@ -217,4 +217,4 @@ def test_all_ranks_go_on_by_the_state_of_rank_0():
 def test_another_optimizer_refuses_both_states_on_each_rank(runs):
     for errors in run_ranks(load_into_another, 2, runs[2]):
         assert errors.keys() == {*FORMS, "full"}
-        assert all(error.startswith("PolarGrad cannot load a state of Muon:") for error in errors.values())
+        assert all(error.startswith("KLShampoo cannot load a state of Shampoo:") for error in errors.values())

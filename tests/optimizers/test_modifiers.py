@@ -170,14 +170,14 @@ def test_normuon_on_a_hyperball_is_two_settings(name):
 
 # Settings of a state, each with how it is named where a load takes it in place of the constructor's.
 TAKEN = [
-    ({"weight_norm": "brake"}, "weight_norm 'none' by 'brake'"),
-    ({"weight_norm": "hold"}, "weight_norm 'none' by 'hold'"),
-    ({"relative_update": "match"}, "relative_update 'none' by 'match'"),
-    ({"cautious_weight_decay": True}, "cautious_weight_decay False by True"),
-    ({"moment2_method": "normuon", "beta2": 0.5}, "beta2 0.95 by 0.5, moment2_method 'none' by 'normuon'"),
-    ({"num_ns_steps": 3}, "num_ns_steps 5 by 3"),
-    ({"scale_mode": "unit_rms_norm"}, "scale_mode 'spectral' by 'unit_rms_norm'"),
-    ({"coefficient_type": [(3.0, -3.2, 1.2)] * 5}, "coefficient_type 'quintic' by [(3.0, -3.2, 1.2), "),
+    ({"weight_norm": "brake"}, "weight_norm 'none' -> 'brake'"),
+    ({"weight_norm": "hold"}, "weight_norm 'none' -> 'hold'"),
+    ({"relative_update": "match"}, "relative_update 'none' -> 'match'"),
+    ({"cautious_weight_decay": True}, "cautious_weight_decay False -> True"),
+    ({"moment2_method": "normuon", "beta2": 0.5}, "beta2 0.95 -> 0.5, moment2_method 'none' -> 'normuon'"),
+    ({"num_ns_steps": 3}, "num_ns_steps 5 -> 3"),
+    ({"scale_mode": "unit_rms_norm"}, "scale_mode 'spectral' -> 'unit_rms_norm'"),
+    ({"coefficient_type": [(3.0, -3.2, 1.2)] * 5}, "coefficient_type 'quintic' -> [(3.0, -3.2, 1.2), "),
 ]
 
 

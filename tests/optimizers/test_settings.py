@@ -242,6 +242,50 @@ def test_what_an_optimizer_lacks_is_refused_or_warned_of(key, caplog):
         caplog.clear()
 
 
+@pytest.mark.parametrize("name", ["sinkgd", "dion", "dion2", "psgd_kron", "distributed_muon"])
+def test_a_key_that_is_no_setting_of_an_optimizer_changes_nothing(name):
+    weights = []
+    for foreign in ({}, {"maximize": True, "weight_decay_method": "independent", "weight_norm": "hold"}):
+        foreign = {key: x for key, x in foreign.items() if key not in settings_of(CLASSES[name])}
+        (p,) = matrices(1)
+        optimizer = build(name, [{"params": [p], **foreign}], weight_decay=0.1)
+        take(optimizer, 3)
+        weights.append(p.detach())
+    assert torch.equal(*weights)
+
+
+def test_other_names_of_settings_count_in_groups_too():
+    scion = build("scion", [{"params": matrices(1), "spectral_radius": 3.0}])
+    soap = build("soap", [{"params": matrices(1), "use_eigh": True}])
+    assert (scion.param_groups[0]["radius"], soap.param_groups[0]["basis_method"]) == (3.0, "eigh")
+
+
+def test_another_second_moment_is_refused_beside_the_state_of_the_first():
+    (p,) = matrices(1)
+    optimizer = build("adaptive_muon", [p], moment2_method="adamuon")
+    take(optimizer, 1)
+    optimizer.param_groups[0]["moment2_method"] = "namo"
+    before = p.detach().clone()
+    with pytest.raises(ValueError, match=r"'moment2_buffer' of .* now need \(\): set them back, or remove it"):
+        take(optimizer, 1)
+    assert torch.equal(p, before)
+    del optimizer.state[p]["moment2_buffer"]
+    take(optimizer, 1)
+
+
+def test_blockwise_and_statistics_are_refused_however_they_come_together():
+    (p,) = matrices(1)
+    optimizer = build("muon", [p], tp_mode="blockwise")
+    optimizer.param_groups[0]["moment2_method"] = "normuon"
+    with pytest.raises(ValueError, match="with tp_mode blockwise the statistics of normuon"):
+        take(optimizer, 1)
+
+
+def test_execution_is_an_object_of_its_class():
+    with pytest.raises(TypeError, match=r"TensorParallelMuon: execution is an Execution\(\.\.\.\), got"):
+        build("muon", matrices(1), execution={"workspace": 5})
+
+
 NO_QKV = {"split_qkv": True, "is_qkv_fn": lambda p: True}
 NO_SPLIT = {"split_qkv": True, "qkv_split_shapes": [2, 2, 2]}
 

@@ -388,6 +388,12 @@ def test_fused_adam_of_a_package_is_built_where_it_is_installed(monkeypatch, pac
         build(Model(), "muon", fused=package)
 
 
+def test_eps_is_that_of_adamw_beside_matrices():
+    for name in ("adaptive_muon", "muon_hyperball"):
+        built = build(Model(), name, eps=1e-3)
+        assert (built.matrices.param_groups[0]["eps"], built.adamw.param_groups[0]["eps"]) == (1e-8, 1e-3)
+
+
 def test_options_cannot_say_what_fields_say():
     for name, key in (("lion", "lr"), ("muon", "adam_lr"), ("muon", "momentum")):
         with pytest.raises(TypeError, match=f"multiple values for keyword argument '{key}'"):

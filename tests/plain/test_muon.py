@@ -455,4 +455,4 @@ def test_a_misspelt_setting_of_adamws_groups_is_named(caplog):
 def test_a_load_names_what_it_takes_of_the_state(caplog):
     own = Muon(list(parameters((4, 3))), [], coefficient_type="quintic")
     Muon(list(parameters((4, 3))), []).load_state_dict(own.state_dict())
-    assert "takes the settings of the loaded state: coefficient_type 'simple' by 'quintic'" in caplog.text
+    assert "takes the settings of the loaded state: coefficient_type 'simple' -> 'quintic'" in caplog.text

@@ -152,13 +152,13 @@ def _with_keys(key_of: Callable[[Sharded], str], optimizers: Sequence[StateDict]
 def _leave_out_missing(requests: Iterable[StateDict], stored: Collection[str]) -> None:
     """Take out what modifiers keep and the checkpoint lacks, and say so; or say what they drop."""
     missing = set[str]()
-    wanted = set[str]()
+    requests = list(requests)
+    wanted = {tensor.key for tensor in sharded_tensors(requests)}
     blocks = [each[BLOCK] for each in requests if each[BLOCK].get("modifies")]
     for block in blocks:
         for states in block["state"].values():
             for state in [state for state in states if base(state) in OPTIONAL]:
                 there = [tensor for tensor in states[state] if tensor.key in stored]
-                wanted |= {tensor.key for tensor in states[state]}
                 if len(there) < len(states[state]):
                     missing.add(base(state))
                 states[state] = there

@@ -401,9 +401,7 @@ class Spectron(StackedOptimizer):
     def _check_group(self, group: dict[str, Any]) -> None:
         refuse_blockwise(self, "singular values of factors")
         super()._check_group(group)
-        iteration = self._iteration(group)
-        if iteration not in map(self._iteration, self.param_groups[:-1]):
-            note_short_schedule(iteration)
+        note_short_schedule(self._iteration(group), map(self._iteration, self.param_groups[:-1]))
         name = type(self).__name__
         names = names_of_last(self.param_groups)
         for parameter, called in zip(group["params"], names, strict=True):

@@ -534,9 +534,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
-        iteration = self._iteration(group)
-        if iteration not in map(self._iteration, self.param_groups[:-1]):
-            note_short_schedule(iteration)
+        note_short_schedule(self._iteration(group), map(self._iteration, self.param_groups[:-1]))
         method = modifiers.moment2_of(group)
         for parameter, called in zip(group["params"], names_of_last(self.param_groups), strict=True):
             muon_checks.check_parameter(self, parameter)

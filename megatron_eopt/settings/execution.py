@@ -14,7 +14,9 @@ from megatron_eopt.settings.records import EXECUTION
 
 @dataclass(frozen=True)
 class Execution:
-    """Where and how steps are computed; the update is the same, and a checkpoint has none of it.
+    """Where and how steps are computed, of which a checkpoint has nothing.
+
+    The update is the same, but for the rounding of momenta with a ``momentum_dtype``.
 
     Attributes:
         data_parallel_group: ranks with the same parameters and gradients (as under DDP), which share the work on

@@ -85,9 +85,9 @@ def iteration_of(group: Mapping[str, Any], fp32_matmul_prec: MatmulPrecision, pr
     )
 
 
-def note_short_schedule(settings: NewtonSchulz) -> None:
-    """Warn of fewer, worse steps than were fitted together."""
-    if settings.steps >= set_length(settings.coefficient_type):
+def note_short_schedule(settings: NewtonSchulz, earlier: Iterable[NewtonSchulz]) -> None:
+    """Warn of fewer, worse steps than were fitted together, unless ``earlier`` groups have them, too."""
+    if settings.steps >= set_length(settings.coefficient_type) or settings in earlier:
         return
     low, high = composite_range(settings.schedule)
     if max(1 - low, high - 1) >= 0.005:
@@ -131,6 +131,13 @@ def by_parameter(
         compared = plain({key: x for key, x in settings.items() if key not in users})
         settings_of |= dict.fromkeys(group["params"], compared)
     return settings_of
+
+
+def differs(a: Any, b: Any) -> bool:
+    """Whether two values of a setting differ; a list comes back from a file where a tuple went in."""
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) != len(b) or any(map(differs, a, b))
+    return bool(a != b)
 
 
 def is_plain(value: Any) -> bool:

@@ -143,7 +143,7 @@ class BaseOptimizer(Optimizer):
                 in_groups[key] = value
         if "execution" not in known:
             vars(self)["execution"] = Execution(symmetric_products=values.get("symmetric_products"))
-        self._check_effect(in_groups, {key: setting.default for key, setting in known.items()})
+        check_effect(known, in_groups, {key: setting.default for key, setting in known.items()})
         super().__init__(params, {**in_groups, **(further or {})})
 
     def __getstate__(self) -> dict[str, Any]:
@@ -188,10 +188,6 @@ class BaseOptimizer(Optimizer):
 
     def _check_together(self, group: Mapping[str, Any]) -> None:
         """Refuse a group whose settings do not go together, each of which is valid."""
-
-    def _check_effect(self, settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-        """Refuse settings unlike ``defaults`` that have no effect beside others."""
-        check_effect(settings_of(type(self)), settings, defaults)
 
     @abstractmethod
     def _take(self, ok: Flag) -> None:
@@ -355,7 +351,7 @@ class BaseOptimizer(Optimizer):
                 raise ValueError(f"{name} orthogonalizes all groups, and one has use_muon=False: give it to AdamW")
             with of_groups.named(len(self.param_groups) - 1, self.param_groups):
                 self._check_settings(group)
-                self._check_effect(group, self.defaults)
+                check_effect(settings_of(type(self)), group, self.defaults)
             self._check_group(group)
         except Exception:
             self.param_groups.pop()
@@ -572,8 +568,7 @@ class BaseOptimizer(Optimizer):
     def _settled(self, engine: Engine) -> StepCache:
         """Find what follows from an agreed engine; raises before anything is kept."""
         self._check_kept()
-        parameters = [*self._parameters(), *parameters_in(self._session.after_step_groups)]
-        return StepCache(dtensors=has_dtensors(parameters))
+        return StepCache(dtensors=has_dtensors(self._parameters()))
 
     def _check_kept(self) -> None:
         """Refuse state of other shapes than the settings of groups ask for, as those of another second moment."""
@@ -656,8 +651,7 @@ class BaseOptimizer(Optimizer):
             engine = self.prepare()
         if session.steps == 1:
             warn_of_fp16(self._names(), parameters)
-        also = parameters_in(session.after_step_groups) if session.after_step_groups else []
-        ok: Flag = self._judged([*parameters, *also])
+        ok: Flag = self._judged([*parameters, *parameters_in(session.after_step_groups)])
         if ok is not None and ok.device.type == "cpu":
             if not ok:
                 return
@@ -676,7 +670,7 @@ class BaseOptimizer(Optimizer):
         session = self._session
         assert session.nonfinite is not None  # prepared
         gradients = [p.grad for p in parameters]
-        if session.settled.dtensors:
+        if has_dtensors(gradients):
             gradients = [None if x is None else local(x) for x in gradients]
         present = [x is not None for x in gradients[: len(session.parameters)]]
         begins = session.stepping is None

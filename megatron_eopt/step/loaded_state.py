@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from megatron_eopt.settings.groups import plain, warn
+from megatron_eopt.settings.groups import differs, warn
 from megatron_eopt.settings.of_class import class_of_ours, settings_of
 from megatron_eopt.step.modifiers import without_matrix
 from megatron_eopt.step.nonfinite import listed
@@ -73,7 +73,7 @@ def notes_of_settings(
             if marked.get(key, value) != value:
                 without[f"{key} {value!r} and goes on with {marked[key]!r}"] = None
         for key in sorted(known):
-            if _as_plain(loaded[key]) != _as_plain(own[key]):
+            if differs(loaded[key], own[key]):
                 replaced[f"{key} {own[key]!r} -> {loaded[key]!r}"] = None
     notes = []
     if without:
@@ -82,11 +82,6 @@ def notes_of_settings(
     if replaced:
         notes.append(f"{name} takes the settings of the loaded state: {', '.join(replaced)}")
     return notes
-
-
-def _as_plain(value: Any) -> Any:
-    """A setting to compare: a list comes back from a file where a tuple went in."""
-    return json.dumps(plain({"": value}))
 
 
 def hooked(optimizer: Optimizer, name: str, state_dict: Mapping[str, Any]) -> dict[str, Any]:

@@ -37,8 +37,9 @@ from megatron_eopt.megatron.support.facts import on
 from megatron_eopt.megatron.wrappers import torch_optimizers
 from megatron_eopt.redirect import Original, around
 from megatron_eopt.routing import ParamPattern, compare, from_json, to_json, with_schedule
+from megatron_eopt.settings.groups import differs
 from megatron_eopt.step.base import BaseOptimizer
-from megatron_eopt.step.state import NO_SETTINGS
+from megatron_eopt.step.state import settings_in
 
 MAIN_PARAMETERS = "fp32_from_fp16_params"
 _OPTIMIZERS = "optimizers of megatron_eopt"  # no name of Megatron's, so nothing is merged into it
@@ -244,8 +245,8 @@ def settings_after_load(
     """A group's settings, and changes.
 
     ``saved`` are the checkpoint's groups that have its parameters. A group goes on without an ``optimizer`` that this
-    run does not name. ``from_checkpoint`` takes the schedule of the checkpoint. A ValueError refuses
-    saved groups that differ in what is ``carried`` over, which the optimizer computes.
+    run does not name. ``from_checkpoint`` takes the schedule of the checkpoint. A ValueError refuses saved groups that
+    differ in what is ``carried`` over, which the optimizer computes.
     """
     settings = dict(current)
     changed: Changes = {}
@@ -268,7 +269,7 @@ def settings_after_load(
             changed[key] = (values[0], "the optimizer's own")
         elif is_gone or key in _SCHEDULED | _STRUCTURE:
             continue
-        elif any(_differs(settings[key], value) for value in values):
+        elif any(differs(settings[key], value) for value in values):
             changed[key] = (values[0], settings[key])
     if from_checkpoint and _SCHEDULE & saved[0].keys():
         for key in _SCHEDULE:  # also what only one of the two has
@@ -283,7 +284,7 @@ def settings_after_load(
 
 def settings_of(group: Settings) -> Settings:
     """What is saved of a group."""
-    return {key: group[key] for key in sorted(group.keys() - NO_SETTINGS)}
+    return dict(sorted(settings_in(group).items()))
 
 
 def _report_settings(optimizers: Iterable[StateDict], blocks: Iterable[Block]) -> None:
@@ -301,7 +302,7 @@ def report_settings(name: str, saved: Settings, settings: Settings) -> None:
     for key in saved.keys() | settings.keys():
         was = saved.get(key, "default")
         now = settings.get(key, "default")
-        if _differs(was, now):
+        if differs(was, now):
             changed[key] = (was, now)
     if changed:
         log_rank0(f"{name} {_CHANGED}: {_listed(changed)}")
@@ -309,12 +310,6 @@ def report_settings(name: str, saved: Settings, settings: Settings) -> None:
 
 def _listed(changed: Changes) -> str:
     return ", ".join(f"{key} {old} -> {new}" for key, (old, new) in sorted(changed.items()))
-
-
-def _differs(a: Any, b: Any) -> bool:
-    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return len(a) != len(b) or any(map(_differs, a, b))  # a list comes back from a file where a tuple went in
-    return bool(a != b)
 
 
 def report_padding(requested: Iterable[ShardedTensor], stored: Mapping[str, tuple[int, ...]]) -> None:

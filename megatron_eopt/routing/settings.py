@@ -13,6 +13,7 @@ from megatron_eopt.family import SplitName
 from megatron_eopt.from_config import constructor_arguments
 from megatron_eopt.orthogonalize.choices import did_you_mean, near_or_all
 from megatron_eopt.registry import get_optimizer_entry, list_optimizers
+from megatron_eopt.settings.records import DecayMethod
 
 RATES = ("lr", "min_lr", "lr_mult", "weight_decay", "start_wd", "end_wd", "wd_mult")
 ENDS = ("start_wd", "end_wd")  # of a weight decay that is not constant
@@ -85,7 +86,11 @@ def check_setting(key: str, raw: Any, optimizer: str | None) -> Any:
     if key == "split" and isinstance(raw, bool):
         raw = "default" if raw else "none"
     value = _converted(raw, known[key])
-    choices = {"optimizer": optimizer_names(), "split": get_args(SplitName)}.get(key)
+    choices = {
+        "optimizer": optimizer_names(),
+        "split": get_args(SplitName),
+        "weight_decay_method": get_args(DecayMethod),  # its default may be None, which says no type
+    }.get(key)
     if choices is not None and value not in choices:
         raise ValueError(f"unknown {key} {value!r}{near_or_all(value, choices)}")
     if key in RATES and value < 0:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron_eopt import EmergingOptimizerEntry, register_optimizer
@@ -234,6 +234,7 @@ VALUES = st.one_of(
 )
 
 
+@example(("mars_muon", "weight_decay_method"), [])  # its default is None
 @given(st.sampled_from(OF_OPTIMIZERS), VALUES)
 def test_a_value_that_is_taken_has_the_type_of_the_default_and_can_be_sorted(named, raw):
     name, key = named

@@ -17,9 +17,9 @@ from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.optimizers.with_adamw import Muon
 from megatron_eopt.parallel.exchange import gather
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, name_of
+from megatron_eopt.settings.modifiers import is_cautious
 from megatron_eopt.step.base import BaseOptimizer
 from megatron_eopt.step.foreach import decay_power
-from megatron_eopt.step.modifiers import is_cautious
 from megatron_eopt.step.parameters import local, parameters_in, sharing_groups
 
 Metrics = dict[str, dict[str, float]]

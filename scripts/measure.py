@@ -66,8 +66,8 @@ def docstring_lines(tree: ast.Module) -> set[int]:
 
 def room_of(path: Path) -> str:
     """The folder of a file in the package, or ``top``."""
-    parts = path.relative_to(PACKAGE).parts
-    return parts[0] if len(parts) > 1 else "top"
+    folder = path.parent.relative_to(PACKAGE)
+    return folder.as_posix() if folder.parts else "top"
 
 
 def names_in(path: Path) -> set[str]:
@@ -100,10 +100,10 @@ def main() -> None:
     whole = Size(0, 0, 0, 0)
     for size in rooms.values():
         whole = whole.plus(size)
-    print(f"{'room':<16}{'files':>6}{'tokens':>9}{'code lines':>12}{'tokens/line':>13}{'raise':>7}")
+    print(f"{'room':<22}{'files':>6}{'tokens':>9}{'code lines':>12}{'tokens/line':>13}{'raise':>7}")
     for room, size in [*sorted(rooms.items(), key=lambda item: -item[1].tokens), ("all", whole)]:
         share = size.tokens / max(1, size.lines)
-        print(f"{room:<16}{size.files:>6}{size.tokens:>9,}{size.lines:>12,}{share:>13.1f}{size.raises:>7}")
+        print(f"{room:<22}{size.files:>6}{size.tokens:>9,}{size.lines:>12,}{share:>13.1f}{size.raises:>7}")
 
     settings = inspect.signature(TensorParallelMuon.__init__).parameters.keys() - {"self", "params"}
     counts = Counter[str]()

@@ -16,6 +16,7 @@ FLOORS = [
     {"parallel"},
     {"settings"},
     {"step"},
+    {"transforms", "factors"},
     {"optimizers"},
     {"from_config"},
     {"family"},

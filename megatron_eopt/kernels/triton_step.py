@@ -20,15 +20,15 @@ OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}  # only fma() is fused, as
 # What stands where in a row of the table: see Piece.
 ROWS = tl.constexpr(0)
 COLS = tl.constexpr(1)
-OF_GRADIENT = tl.constexpr(3)  # address, distance of rows, distance of columns
-OF_MOMENTUM = tl.constexpr(6)
-OF_WEIGHT = tl.constexpr(9)
-OF_OTHER = tl.constexpr(12)
-OF_MOMENT = tl.constexpr(15)
-OF_PREVIOUS = tl.constexpr(18)
-MATRIX = tl.constexpr(21)
-SCALE = tl.constexpr(22)
-FIELDS = tl.constexpr(23)
+OF_GRADIENT = tl.constexpr(2)  # address, distance of rows, distance of columns
+OF_MOMENTUM = tl.constexpr(5)
+OF_WEIGHT = tl.constexpr(8)
+OF_OTHER = tl.constexpr(11)
+OF_MOMENT = tl.constexpr(14)
+OF_PREVIOUS = tl.constexpr(17)
+MATRIX = tl.constexpr(20)
+SCALE = tl.constexpr(21)
+FIELDS = tl.constexpr(22)
 
 LARGEST = tl.constexpr(3.4028234663852886e38)  # of fp32
 

@@ -2,12 +2,12 @@
 
 from typing import Any
 
+from megatron_eopt.factors.factored import FactoredOptimizer
 from megatron_eopt.family import LIKE_MUON, OPTIMIZERS
 from megatron_eopt.from_config import with_fields
 from megatron_eopt.megatron.given import TYPED
 from megatron_eopt.megatron.support.facts import Run, on, primary_of
 from megatron_eopt.settings.presets import PRESETS, PRESETS_OF_SOAP, Preset, described
-from megatron_eopt.step.factored import FactoredOptimizer
 
 
 def config_of_run(config: Any, run: Run) -> Any:

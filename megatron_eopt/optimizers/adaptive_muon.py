@@ -1,31 +1,27 @@
 """Muon with a second moment in fp32: AdaMuon, NorMuon, NAMO."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Literal, Unpack
 
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.kernels.precision import MatmulPrecision
-from megatron_eopt.optimizers.second_moment import adaptive_muon
 from megatron_eopt.optimizers.tensor_parallel_muon import Modifiers, TensorParallelMuon
 from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.scale import ScaleMode
 from megatron_eopt.parallel.plan_records import TpMode
-from megatron_eopt.parallel.scheduler import Program
 from megatron_eopt.settings.execution import Execution
 from megatron_eopt.settings.records import DecayMethod
 from megatron_eopt.step.base import BaseOptimizer
 from megatron_eopt.step.parameters import TensorParallelGroups, local
-from megatron_eopt.step.step import Step
 
 
 class TensorParallelAdaptiveMuon(TensorParallelMuon):
     """Muon with a second moment: AdaMuon, NorMuon or NAMO.
 
     It is :class:`TensorParallelMuon` with a ``moment2_method`` in every group, by a name of its own. The formulas are
-    those of :mod:`~megatron_eopt.optimizers.second_moment`. normuon has a second moment for each column of a wide
+    those of :mod:`~megatron_eopt.transforms.second_moment`. normuon has a second moment for each column of a wide
     matrix, as emerging-optimizers; its paper (arXiv 2510.05491) has one for each row, whatever the shape.
 
     The scale of Muon multiplies ``U``. Means and norms are those of the global matrix, in at most one all-reduce of a
@@ -46,6 +42,8 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
             whose logical matrices are cut as no placement says.
         TypeError: for a subclass with an ``orthogonalize`` of its own.
     """
+
+    scales_factors_of_users = True
 
     def __init__(
         self,
@@ -89,11 +87,3 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
         engine, index, _ = self._engine_for(p, grad, group_settings)
         [factor] = engine.merge([index], self._factors(engine, index, engine.split([index], [local(grad)])))
         return factor
-
-    def program(self, step: Step) -> Program:
-        """One chunk's step."""
-        # not those of the chunk: a function of the user's in place of Newton-Schulz leaves factors unscaled here
-        of_all = self._session.settled.scales
-        assert of_all is not None, "prepare() found them"
-        scales = [scale for i in step.indices for scale in of_all[i]]
-        return adaptive_muon(replace(step, scales=scales))

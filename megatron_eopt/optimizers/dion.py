@@ -20,7 +20,8 @@ from megatron_eopt.settings.values import ABOVE_0_UP_TO_1, Scalar
 from megatron_eopt.step.foreach import where
 from megatron_eopt.step.parameters import DescribedMatrix, TensorParallelGroups, names_of_last
 from megatron_eopt.step.session import StepCache
-from megatron_eopt.step.stacks import GRADIENT, Chunk, MatrixPlan, Rule, Stack, StackedOptimizer, wide
+from megatron_eopt.step.stacked import StackedOptimizer
+from megatron_eopt.step.stacks import GRADIENT, Chunk, MatrixPlan, Rule, Stack, wide
 from megatron_eopt.step.state import MOMENTUM_BUFFER, StateTensor, check_placements
 
 BASIS = "Q"
@@ -157,7 +158,7 @@ class Dion(StackedOptimizer):
             check_placements(f"{type(self).__name__}: {called}", p, self.state_tensors(p), self.matrix_layouts)
 
     @fp32_products("highest")
-    def _run(self, chunks: Sequence[Sequence[Chunk]]) -> None:
+    def _run(self, chunks: Sequence[Sequence[Chunk[Stack]]]) -> None:
         super()._run(chunks)
 
     def update(self, stack: Stack) -> Rule:
@@ -166,8 +167,8 @@ class Dion(StackedOptimizer):
         B = stack.state(MOMENTUM_BUFFER)
         B = where(stack.ok, B + stack.state(GRADIENT), B)  # B = M + G
         Q = stack.owned(BASIS)
-        P = orthonormal((yield from stack.side_sums(B @ Q, 0)), stack, shard)  # P = orth(B Q)
-        R = yield from stack.side_sums(B.mT @ P, 1)  # R = B^T P
+        P = orthonormal((yield stack.side_sums(B @ Q, 0)), stack, shard)  # P = orth(B Q)
+        R = yield stack.side_sums(B.mT @ P, 1)  # R = B^T P
         columns = R[:, shard.left : shard.right]
         B.baddbmm_(P, columns.mT, alpha=stack.group["momentum"] - 1)  # M = B - (1 - mu) P R^T
         stack.keep(MOMENTUM_BUFFER, B)

@@ -19,7 +19,8 @@ from megatron_eopt.settings.records import FACTOR_PRECISION, Setting
 from megatron_eopt.settings.values import ABOVE_0_UP_TO_1, Scalar
 from megatron_eopt.step.foreach import where
 from megatron_eopt.step.parameters import DescribedMatrix, TensorParallelGroups
-from megatron_eopt.step.stacks import GRADIENT, MatrixPlan, Rule, Stack, StackedOptimizer, wide
+from megatron_eopt.step.stacked import StackedOptimizer
+from megatron_eopt.step.stacks import GRADIENT, MatrixPlan, Rule, Stack, wide
 from megatron_eopt.step.state import StateTensor
 
 MOMENTUM_SUM = "momentum_sum"  # no average, so that no first moment of Adam's is taken for it
@@ -119,7 +120,7 @@ class Dion2(StackedOptimizer):
     def update(self, stack: Stack) -> Rule:
         """``O`` of what is selected, zero elsewhere; also ``M``, with error feedback."""
         M = stack.state(MOMENTUM_SUM)
-        [M] = yield from stack.gather(where(stack.ok, M + stack.state(GRADIENT), M))
+        [M] = yield stack.gather(where(stack.ok, M + stack.state(GRADIENT), M))
         rows, cols = M.shape[1:]
         x = M if rows <= cols else M.mT
         order = x.abs().sum(2, dtype=torch.float64).argsort(dim=1, descending=True, stable=True)
@@ -128,6 +129,6 @@ class Dion2(StackedOptimizer):
         O = self._iteration(stack.group)(selected) * muon_scale_factor(rows, cols, "unit_rms_norm")
         update = torch.zeros_like(x).scatter_(1, S, O)
         x.scatter_(1, S, where(stack.ok, selected * stack.group["momentum"], selected))
-        update, M = yield from stack.scatter(update if rows <= cols else update.mT, M)
+        update, M = yield stack.scatter(update if rows <= cols else update.mT, M)
         stack.keep(MOMENTUM_SUM, M)
         return update

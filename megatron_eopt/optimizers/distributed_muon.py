@@ -28,7 +28,8 @@ from megatron_eopt.step import foreach
 from megatron_eopt.step.loaded_state import check_finite
 from megatron_eopt.step.nonfinite import Flag
 from megatron_eopt.step.parameters import DescribedMatrix, names_of_last
-from megatron_eopt.step.stacks import WEIGHT, Chunk, MatrixPlan, Member, Program, StackedOptimizer
+from megatron_eopt.step.stacked import Program, StackedOptimizer
+from megatron_eopt.step.stacks import WEIGHT, Chunk, MatrixPlan, Member, Stack
 from megatron_eopt.step.state import MOMENTUM_BUFFER, StateTensor
 
 logger = logging.getLogger(__name__)
@@ -274,7 +275,7 @@ class DistributedMuon(StackedOptimizer):
         self._consolidated = None
         super()._take(ok)
 
-    def _worked(self, chunk: Chunk) -> Program:
+    def _worked(self, chunk: Chunk[Stack]) -> Program:
         """One chunk's step: see :class:`DistributedMuon`."""
         stacks = chunk.stacks
         parameters = [member.parameter for stack in stacks for member in stack.members]
@@ -291,7 +292,7 @@ class DistributedMuon(StackedOptimizer):
             foreach.subtract(weights, updates, stack.group["lr"] * scale, stack.ok)
         chunk.end()
 
-    def _exchanged(self, parameters: Sequence[Tensor], ok: Flag) -> Generator[None, None, Mapping[int, Tensor]]:
+    def _exchanged(self, parameters: Sequence[Tensor], ok: Flag) -> Generator[Any, None, Mapping[int, Tensor]]:
         """Compute this rank's factor, and wait for those of all ranks; yields while they travel."""
         own = [self._factor(p, ok).flatten() for p in parameters if self._computes(p)]
         group = self.process_group

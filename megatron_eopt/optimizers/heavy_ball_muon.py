@@ -15,11 +15,11 @@ from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.scale import ScaleMode
 from megatron_eopt.parallel.layout import Layout
 from megatron_eopt.parallel.plan_records import TpMode
-from megatron_eopt.parallel.scheduler import Program
 from megatron_eopt.settings.records import DecayMethod, Setting
 from megatron_eopt.step.base import BaseOptimizer
+from megatron_eopt.step.elementwise import MomentumStack, Update
 from megatron_eopt.step.foreach import heavy_ball
-from megatron_eopt.step.step import Step
+from megatron_eopt.step.stacks import Rule
 
 
 class MuonSettings(Matrices, Modifiers, total=False):
@@ -55,12 +55,11 @@ class HeavyBallMuon(TensorParallelMuon):
     def _iteration(self, group: Mapping[str, Any]) -> NewtonSchulz:
         return super()._iteration({**group, "num_ns_steps": group["ns_steps"]})
 
-    def program(self, step: Step) -> Program:
-        """One chunk's step, of parameters read as matrices."""
-        step.decay()
-        u = step.momentum(heavy_ball)
-        O = yield from step.orthogonalize(u)
-        step.subtract(O, step.scales)
+    def update(self, stack: MomentumStack) -> Rule:
+        """The update of equal matrices, of parameters read as matrices."""
+        u = yield stack.momentum(heavy_ball)
+        O = yield stack.orthogonalize(u)
+        return Update(O, stack.scale)
 
     def layout(self, parameter: Tensor) -> Layout:
         """The layout of a parameter, read as a matrix."""

@@ -5,9 +5,9 @@ from typing import Literal, Unpack
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon, Transport
+from megatron_eopt.settings.modifiers import INSTEAD_OF_DECAY
 from megatron_eopt.settings.records import Moment2Method
 from megatron_eopt.step.base import BaseOptimizer
-from megatron_eopt.step.modifiers import INSTEAD_OF_DECAY
 
 
 class MuonHyperball(TensorParallelMuon):

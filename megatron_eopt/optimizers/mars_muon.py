@@ -10,14 +10,15 @@ from torch.optim.optimizer import ParamsT
 from megatron_eopt.optimizers.orthogonalized import refuse_blockwise
 from megatron_eopt.optimizers.tensor_parallel_muon import Modifiers, TensorParallelMuon, Transport
 from megatron_eopt.orthogonalize.scale import ScaleMode
-from megatron_eopt.parallel.scheduler import Program, Shards
 from megatron_eopt.settings.records import DecayMethod, Setting
 from megatron_eopt.settings.values import AT_LEAST_0
 from megatron_eopt.step import foreach
 from megatron_eopt.step.base import BaseOptimizer
+from megatron_eopt.step.elementwise import MomentumStack, Update, followed, matrices_of
 from megatron_eopt.step.foreach import Tensors
+from megatron_eopt.step.stacks import Request, Rule, Write, by_stack, joined, shards_of
 from megatron_eopt.step.state import HAS_PREVIOUS, PREVIOUS_GRADIENT, StateTensor
-from megatron_eopt.step.step import Batch, Step
+from megatron_eopt.step.weight_step import squares_of_shards
 
 LARGEST_NORM = 1.0  # of a corrected gradient; the paper has no other
 
@@ -95,45 +96,54 @@ class MarsMuon(TensorParallelMuon):
         has_previous = StateTensor(HAS_PREVIOUS, (), dtype=torch.float32, non_negative=True)
         return [*super().state_tensors(parameter), StateTensor(PREVIOUS_GRADIENT), has_previous]
 
-    @staticmethod
-    def of_step(step: Step) -> Program:
-        """MARS-Muon's step of some parameters."""
-        step.decay()
-        O = yield from step.orthogonalize(momentum(step))
-        step.subtract(O, step.scales)
-        for batch in step.batches:
-            if step.kernels is None:  # which keep gradients when they average them
-                keep(batch)
-            mark(batch)
+    def update(self, stack: MomentumStack) -> Rule:
+        """MARS-Muon's update of equal matrices."""
+        u = yield Request(variance_reduced, None)
+        O = yield stack.orthogonalize(u)
+        return Update(O, stack.scale)
 
 
-def momentum(step: Step) -> Shards:
-    """:meth:`~megatron_eopt.step.step.Step.momentum` of corrected and clipped gradients."""
-    strengths = [batch.group["gamma"] * batch.beta / (1 - batch.beta) for batch in step.batches]
-    if step.kernels is not None:
-        return by_kernels(step, strengths)
+def variance_reduced(stacks: Sequence[MomentumStack], asked: Sequence[None]) -> Sequence[list[Tensor] | Write]:
+    """Momenta of corrected and clipped gradients; gradients become the previous ones."""
+    if stacks[0].kernels is not None:
+        return [write_corrected for _ in asked]
     c = list[Tensor]()
-    for batch, strength in zip(step.batches, strengths, strict=True):
-        c += corrected(batch.gradients, batch.states(PREVIOUS_GRADIENT), batch.states(HAS_PREVIOUS), strength)
-    return step.with_gradients(clipped(step, c)).momentum()
+    for alike in stacks[0].chunk.groups:
+        first = alike[0]
+        gradients = joined(stack.gradients for stack in alike)
+        previous = shards_of(alike, PREVIOUS_GRADIENT)
+        has_previous = joined(stack.wholes(HAS_PREVIOUS) for stack in alike)
+        c += corrected(gradients, previous, has_previous, strength(first))
+        torch._foreach_copy_(previous, foreach.where_each(first.ok, gradients, previous))
+    [squares] = squares_of_shards(stacks[0].chunk.engine, matrices_of(stacks), c)
+    foreach.scale_each(c, factors(squares.sqrt()).unbind())
+    mark(stacks)
+    return followed(stacks, by_stack(stacks, c))
 
 
-def by_kernels(step: Step, strengths: Sequence[float]) -> Shards:
-    """What writes :func:`momentum`, in two passes over gradients: their norms decide on the second."""
+def write_corrected(stacks: Sequence[MomentumStack], updates: Sequence[Tensors]) -> None:
+    """What :func:`variance_reduced` makes, in two passes over gradients: their norms decide on the second."""
+    weights = list[Tensor]()
+    for alike in stacks[0].chunk.groups:
+        has_previous = torch.stack(joined(stack.wholes(HAS_PREVIOUS) for stack in alike)) > 0
+        weights.append(torch.where(has_previous, 1 + strength(alike[0]), 1.0))
+    of_all = torch.cat(weights).float()
+    corrections = torch.stack([of_all, torch.ones_like(of_all)], 1)
+    of_stacks = corrections.split([len(stack.members) for stack in stacks])
+    norms = list[Tensor]()
+    for stack, x, some in zip(stacks, updates, of_stacks, strict=True):
+        norms += stack.kernels.corrected(stack, x, some)
+    [squares] = squares_of_shards(stacks[0].chunk.engine, matrices_of(stacks), norms)
+    corrections[:, 1] = factors(squares.sqrt())
+    for stack, x, some in zip(stacks, updates, of_stacks, strict=True):
+        stack.kernels.momentum(stack, x, corrections=some)
+    mark(stacks)
 
-    def written(updates: Tensors) -> None:
-        weights = list[Tensor]()
-        for batch, strength in zip(step.batches, strengths, strict=True):
-            of_parameters = torch.where(torch.stack(batch.states(HAS_PREVIOUS)) > 0, 1 + strength, 1.0)
-            pairs = zip(of_parameters.unbind(), step.counts(batch), strict=True)
-            weights.append(torch.stack([weight for weight, count in pairs for _ in range(count)]))
-        joined = torch.cat(weights).float()
-        corrections = torch.stack([joined, torch.ones_like(joined)], 1)
-        norms = step.norms(step.kernels.corrected(step.batches, updates, corrections))
-        corrections[:, 1] = factors(norms)
-        step.kernels.momentum(step.batches, updates, corrections=corrections)
 
-    return written
+def strength(stack: MomentumStack) -> float:
+    """How much of the change of gradients is added to them."""
+    gamma: float = stack.group["gamma"]
+    return gamma * stack.beta / (1 - stack.beta)
 
 
 def corrected(gradients: Tensors, previous: Tensors, has_previous: Tensors, strength: float) -> list[Tensor]:
@@ -149,27 +159,14 @@ def corrected(gradients: Tensors, previous: Tensors, has_previous: Tensors, stre
     return start
 
 
-def clipped(step: Step, gradients: list[Tensor]) -> list[Tensor]:
-    """``c / max(1, ||c||_F)`` of each logical matrix."""
-    shards = step.split(gradients)
-    foreach.scale_each(shards, factors(step.norms(shards)).unbind())
-    return step.merge(shards)
-
-
 def factors(norms: Tensor) -> Tensor:
     """What clips matrices of these norms."""
     return LARGEST_NORM / norms.clamp(min=LARGEST_NORM)
 
 
-def keep(batch: Batch) -> None:
-    """``g`` becomes ``g_prev``."""
-    previous = batch.states(PREVIOUS_GRADIENT)
-    torch._foreach_copy_(previous, foreach.where_each(batch.ok, batch.gradients, previous))
-
-
-def mark(batch: Batch) -> None:
+def mark(stacks: Sequence[MomentumStack]) -> None:
     """There is a ``g_prev`` after a step with a rate above 0."""
-    has_previous = batch.states(HAS_PREVIOUS)
-    flags = torch.stack(has_previous)
-    moved = batch.if_ok(batch.lr != 0)
-    torch._foreach_copy_(has_previous, torch.maximum(flags, moved).unbind())
+    for alike in stacks[0].chunk.groups:
+        has_previous = joined(stack.wholes(HAS_PREVIOUS) for stack in alike)
+        moved = alike[0].if_ok(alike[0].lr != 0)
+        torch._foreach_copy_(has_previous, torch.maximum(torch.stack(has_previous), moved).unbind())

@@ -1,7 +1,7 @@
 """Base class of optimizers that orthogonalize momentum."""
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -11,16 +11,16 @@ from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.kernels.precision import MatmulPrecision, fp32_products
 from megatron_eopt.matrices import declared_split, experts
-from megatron_eopt.optimizers.muon import muon
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import local_rows, on_one_rank
 from megatron_eopt.parallel.scheduler import Program
 from megatron_eopt.settings.groups import DECOUPLED, METHOD, OTHER_NAMES, decay_method
+from megatron_eopt.settings.modifiers import Modified, modified
 from megatron_eopt.settings.of_class import is_ours
 from megatron_eopt.settings.records import EXECUTION, DecayMethod, Setting, names_of
 from megatron_eopt.settings.values import BELOW_1, Scalar
 from megatron_eopt.step.base import BaseOptimizer
-from megatron_eopt.step.modifiers import Modified, modified
+from megatron_eopt.step.elementwise import MomentumStack, Update, decay, subtract
 from megatron_eopt.step.nonfinite import Flag
 from megatron_eopt.step.parameters import (
     check_matrix,
@@ -28,14 +28,15 @@ from megatron_eopt.step.parameters import (
     names_of_last,
 )
 from megatron_eopt.step.session import StepCache
+from megatron_eopt.step.stacks import Chunk, Inputs, Member, Rule, gradients_of, lockstep
 from megatron_eopt.step.state import MOMENTUM_BUFFER, StateTensor
-from megatron_eopt.step.step import Batch, Step
 from megatron_eopt.step.users_functions import OF_USERS, checked
 from megatron_eopt.step.users_step import users_step
 
 # Methods that users override, or set: of whole parameters or matrices, and all.
 MUONS = ("execution", "tp_mode", *names_of(EXECUTION))  # which only Muon and its relatives have
 OF_PARAMETERS = ("orthogonalize", "scaled_orthogonalize_fn", "orthogonalize_fn")
+MOST_CHUNKS = 1024  # kept, one for each set of parameters that steps together
 
 
 def check_given(optimizer: BaseOptimizer, given: Mapping[str, Any]) -> None:
@@ -111,6 +112,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         Setting("scale_factor_fn", whole=True),
     )
     split_lengths: ClassVar[tuple[int, ...]] = (3,)
+    scales_factors_of_users: ClassVar[bool] = False  # whether a user's function leaves its factors unscaled
     momentum_key = "momentum_beta"
     nesterov_key = "use_nesterov"
 
@@ -241,19 +243,84 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         owners = {name: next(cls for cls in type(self).__mro__ if name in vars(cls)) for name in names}
         return [name for name, cls in owners.items() if name in vars(self) or not is_ours(cls)]
 
-    @staticmethod
-    def of_step(step: Step) -> Program:
-        """The step of some parameters without a second moment."""
-        return muon(step)
+    def update(self, stack: MomentumStack) -> Rule:
+        """Muon's update of equal matrices.
 
-    def program(self, step: Step) -> Program:
+        ``O`` is the orthogonal factor of each whole logical matrix of ``u``, on whichever ranks it lies.
+        """
+        u = yield stack.momentum()  # m += (1 - beta) (g - m);  u = (1 - beta) g + beta m
+        O = yield stack.orthogonalize(u)  # ranks may wait here
+        return Update(O, stack.scale)  # p -= lr * s O
+
+    def _worked(self, chunk: Chunk[MomentumStack]) -> Program:
         """One chunk's step."""
-        return self.of_step(step)
+        decay(chunk)
+        updates = yield from lockstep([(stack, self.update(stack)) for stack in chunk.stacks])
+        for transform in self._session.settled.transforms:
+            updates = transform(updates, chunk.engine)
+        subtract(updates, chunk)
+        chunk.end()
+
+    def _inputs(self, ok: Flag) -> Inputs:
+        """What the step reads; makes state that is missing."""
+        settled = self._session.settled
+        parameters = self._parameters()
+        if settled.state_keys is None:
+            settled.state_keys = [{tensor.key for tensor in self.state_tensors(p)} for p in parameters]
+        stepping = [i for i, has_gradient in enumerate(self._stepping) if has_gradient]
+        for i in stepping:
+            if not self.state[parameters[i]].keys() >= settled.state_keys[i]:
+                self._states.of(parameters[i])
+        gradients = gradients_of(parameters, stepping)
+        if settled.dtensors:
+            gradients = {i: local(x) for i, x in gradients.items()}
+        return Inputs(self.param_groups, gradients, ok)
+
+    def _chunk_of(self, indices: Iterable[int], inputs: Inputs) -> Chunk[MomentumStack]:
+        """The chunk of these parameters, which is kept from step to step, with what a step reads."""
+        chunks = self._session.settled.chunks_of
+        key = tuple(indices)
+        if key not in chunks:
+            if len(chunks) > MOST_CHUNKS:  # where other parameters have gradients in each step
+                chunks.clear()
+            chunks[key] = self._make_chunk(key)
+        chunk = chunks[key]
+        chunk.begin(inputs)
+        for stack in chunk.stacks:
+            stack.lr = stack.group["lr"]
+            stack.beta, stack.weight_decay = self._rates_of(stack.group)
+            stack.decays = isinstance(stack.weight_decay, Tensor) or stack.weight_decay != 0
+            stack.nesterov = self.nesterov_key in self.defaults and stack.group[self.nesterov_key]
+        return chunk
+
+    def _make_chunk(self, indices: Sequence[int]) -> Chunk[MomentumStack]:
+        settled = self._session.settled
+        group_of = [number for number, group in enumerate(self.param_groups) for _ in group["params"]]
+        parameters = self._parameters()
+        members = []
+        for index in indices:
+            p = parameters[index]
+            matrices = self.engine.matrices[index]
+            pairs = zip(self.key_ends(p), matrices, strict=True) if matrices else [("", None)]
+            for number, (end, matrix) in enumerate(pairs):
+                like = local(p).shape if matrix is None else (matrix.group, matrix.shape, matrix.rectangles)
+                kind = group_of[index], p.dtype, like
+                members.append(Member(p, group_of[index], index, number, end, kind))
+        chunk = Chunk(self, self.engine, members, MomentumStack)
+        for stack in chunk.stacks:
+            first = stack.members[0]
+            stack.kernels = None if settled.by_user else settled.kernels
+            stack.modified = settled.modified[first.group]
+            stack.has_views = stack.kernels is not None and not stack.modified.measured
+            stack.rounded = self.execution.momentum_dtype is not None
+            if settled.scales is not None and (self.scales_factors_of_users or not settled.by_user):
+                stack.scale = settled.scales[first.index][first.number]
+        return chunk
 
     def _take(self, ok: Flag) -> None:
-        self._take_users(ok)
+        self._take_users(self._inputs(ok))
 
-    def _take_users(self, ok: Flag) -> list[Batch]:
+    def _take_users(self, inputs: Inputs) -> None:
         session = self._session
         assert session.nonfinite is not None  # a step is made
         of_updates = session.nonfinite.of_updates
@@ -263,11 +330,10 @@ class OrthogonalizedOptimizer(BaseOptimizer):
             of_all = [updates.get(i) for i, _ in enumerate(self._parameters())]
             return of_updates.accept(of_all, agree) == 1
 
-        batches = self._batches(ok)
+        chunk = self._chunk_of(inputs.gradients, inputs)
         session.changing = True
         with fp32_products(self.fp32_matmul_prec, as_torch=True):
-            users_step(batches, self.engine, self.program, self.orthogonalize, accept)
-        return batches
+            users_step(chunk, self._worked(chunk), self.orthogonalize, accept)
 
     def _settled(self, engine: Engine) -> StepCache:
         """Also find how groups are modified, and whether the user's methods make updates."""
@@ -280,72 +346,6 @@ class OrthogonalizedOptimizer(BaseOptimizer):
     def _modified(self, group: Mapping[str, Any]) -> Modified:
         """How a group is modified: by Muon's settings, which users' groups may have under other meanings."""
         return modified({}, self.decay_method(group))
-
-    def _state_keys(self) -> list[list[str]]:
-        """Keys of each parameter's state, as the plan has it."""
-        settled = self._session.settled
-        if settled.state_keys is None:
-            settled.state_keys = [[tensor.key for tensor in self.state_tensors(p)] for p in self._parameters()]
-        return settled.state_keys
-
-    def _batches(self, ok: Flag) -> list[Batch]:
-        """One batch per group."""
-        keys = self._state_keys()
-        stepping = self._stepping
-        kept = self.state
-        batches = []
-        first = 0
-        for group, how in zip(self.param_groups, self._session.settled.modified, strict=True):
-            indices = [i for i, _ in enumerate(group["params"], first) if stepping[i]]
-            parameters = [group["params"][i - first] for i in indices]
-            states = []
-            for i, p in zip(indices, parameters, strict=True):
-                try:
-                    state = {key: kept[p][key] for key in keys[i]}
-                except KeyError:
-                    made = self._states.of(p)
-                    state = {key: made[key] for key in keys[i]}
-                states.append(state)
-            # without a gradient, for which other ranks wait, the step is skipped
-            of_both = zip(parameters, states, strict=True)
-            gradients = [state[MOMENTUM_BUFFER] if p.grad is None else p.grad for p, state in of_both]
-            first += len(group["params"])
-            if indices:
-                batches.append(self._batch(group, how, indices, parameters, gradients, states, ok))
-        return batches
-
-    def _batch(
-        self,
-        group: Mapping[str, Any],
-        modified: Modified,
-        indices: list[int],
-        parameters: list[Tensor],
-        gradients: list[Tensor],
-        states: list[dict[str, Tensor]],
-        ok: Flag,
-    ) -> Batch:
-        weights = parameters
-        if self._session.settled.dtensors:
-            weights = list(map(local, parameters))
-            gradients = list(map(local, gradients))
-            states = [{key: local(x) for key, x in state.items()} for state in states]
-        beta, weight_decay = self._rates_of(group)
-        return Batch(
-            indices=indices,
-            parameters=parameters,
-            weights=weights,
-            gradients=gradients,
-            state=states,
-            group=group,
-            lr=group["lr"],
-            beta=beta,
-            nesterov=self.nesterov_key in self.defaults and group[self.nesterov_key],
-            weight_decay=weight_decay,
-            decays=isinstance(weight_decay, Tensor) or weight_decay != 0,
-            modified=modified,
-            ok=ok,
-            rounded=self.execution.momentum_dtype is not None,
-        )
 
     def decay_method(self, group: Mapping[str, Any]) -> DecayMethod:
         """The kind of a group's weight decay; a ``ValueError`` for a contradiction."""

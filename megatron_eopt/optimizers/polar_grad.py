@@ -5,10 +5,10 @@ from typing import Literal, Unpack
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon, Transport
-from megatron_eopt.parallel.scheduler import Program
 from megatron_eopt.settings.records import DecayMethod
 from megatron_eopt.step.base import BaseOptimizer
-from megatron_eopt.step.step import Step
+from megatron_eopt.step.elementwise import MomentumStack, Update
+from megatron_eopt.step.stacks import Rule
 
 
 class PolarGrad(TensorParallelMuon):
@@ -29,7 +29,8 @@ class PolarGrad(TensorParallelMuon):
         params: matrices, or groups of them with their own ``lr``, ``momentum``, ``weight_decay``, ``num_ns_steps`` or
             ``coefficient_type``.
         nesterov: whether ``(1 - momentum) g + momentum M`` takes the place of ``M`` in 3 and 4, as in Muon.
-        cautious_weight_decay: see :mod:`~megatron_eopt.step.modifiers`, as for ``weight_norm``, ``brake`` or ``none``.
+        cautious_weight_decay: see :mod:`~megatron_eopt.settings.modifiers`, as for ``weight_norm``, ``brake`` or
+            ``none``.
         **settings: these, and what is not named here, as in
             :class:`~megatron_eopt.optimizers.tensor_parallel_muon.TensorParallelMuon`.
 
@@ -67,10 +68,8 @@ class PolarGrad(TensorParallelMuon):
         """They size the update."""
         return True
 
-    @staticmethod
-    def of_step(step: Step) -> Program:
-        """PolarGrad's step of some parameters."""
-        step.decay()
-        M = step.momentum()
-        U = yield from step.orthogonalize(M if callable(M) else list(M))
-        step.subtract(U, step.inner_products(M, U))
+    def update(self, stack: MomentumStack) -> Rule:
+        """PolarGrad's update of equal matrices."""
+        M = yield stack.momentum()
+        U = yield stack.orthogonalize(M if callable(M) else list(M))
+        return Update(U, (yield stack.inner_products(M, U)))

@@ -7,24 +7,15 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from megatron_eopt.factors.psgd_math import Whitened, init_factors, preconditioned, refreshed
 from megatron_eopt.kernels.precision import MatmulPrecision, fp32_products
-from megatron_eopt.optimizers.psgd_math import Whitened, init_factors, preconditioned, refreshed
 from megatron_eopt.parallel.layout import Layout
 from megatron_eopt.settings.records import FACTOR_PRECISION, Setting
 from megatron_eopt.settings.values import ABOVE_0, ABOVE_0_UP_TO_1, AT_LEAST_0, BELOW_1, Scalar, count
 from megatron_eopt.step.foreach import where
 from megatron_eopt.step.parameters import TensorParallelGroups
-from megatron_eopt.step.stacks import (
-    CLOCK,
-    EXP_AVG,
-    MatrixPlan,
-    Rule,
-    Stack,
-    StackedOptimizer,
-    first_moment,
-    refreshes,
-    wide,
-)
+from megatron_eopt.step.stacked import CLOCK, EXP_AVG, StackedOptimizer, first_moment, refreshes
+from megatron_eopt.step.stacks import MatrixPlan, Rule, Stack, wide
 from megatron_eopt.step.state import StateTensor
 
 FACTORS = ("Q_L", "Q_R")
@@ -167,10 +158,10 @@ class PSGDKron(StackedOptimizer):
 
     def update(self, stack: Stack) -> Rule:
         """``U = P M``; also ``M``, ``Q_L``, ``Q_R`` and their bounds."""
-        [momentum] = yield from stack.gather(first_moment(stack, stack.group["momentum"])[1])
+        [momentum] = yield stack.gather(first_moment(stack, stack.group["momentum"])[1])
         if momentum.numel():
             momentum = self._whitened(stack, momentum)
-        [update] = yield from stack.scatter(momentum)
+        [update] = yield stack.scatter(momentum)
         return update
 
     def _whitened(self, stack: Stack, momentum: Tensor) -> Tensor:

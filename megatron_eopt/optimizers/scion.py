@@ -40,7 +40,7 @@ class Scion(TensorParallelMuon):
         constrained: whether the ball bounds the matrices (the paper's Scion), or the steps alone (its unconstrained
             Scion).
         weight_decay: 0; here for those who fill it from a config.
-        weight_norm: ``brake``, see :mod:`~megatron_eopt.step.modifiers`, or ``none``.
+        weight_norm: ``brake``, see :mod:`~megatron_eopt.settings.modifiers`, or ``none``.
         **settings: see :class:`~megatron_eopt.optimizers.tensor_parallel_muon.TensorParallelMuon`.
 
     Raises:

@@ -8,11 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from megatron_eopt.kernels.precision import MatmulPrecision, fp32_products
-from megatron_eopt.orthogonalize.scale import ScaleMode, muon_scale_factor
-from megatron_eopt.settings.records import FACTOR_PRECISION, Setting
-from megatron_eopt.settings.values import BETWEEN_0_AND_1, Scalar, count
-from megatron_eopt.step.eigenbases import (
+from megatron_eopt.factors.eigenbases import (
     BasisMethod,
     eigenbasis,
     eigenvalues,
@@ -21,7 +17,7 @@ from megatron_eopt.step.eigenbases import (
     turned,
     whitened,
 )
-from megatron_eopt.step.factored import (
+from megatron_eopt.factors.factored import (
     Decay,
     FactoredOptimizer,
     Side,
@@ -30,9 +26,14 @@ from megatron_eopt.step.factored import (
     gram,
     steps_taken,
 )
+from megatron_eopt.kernels.precision import MatmulPrecision, fp32_products
+from megatron_eopt.orthogonalize.scale import ScaleMode, muon_scale_factor
+from megatron_eopt.settings.records import FACTOR_PRECISION, Setting
+from megatron_eopt.settings.values import BETWEEN_0_AND_1, Scalar, count
 from megatron_eopt.step.foreach import copy_where
 from megatron_eopt.step.parameters import TensorParallelGroups
-from megatron_eopt.step.stacks import Rule, Stack, first_moment, refreshes
+from megatron_eopt.step.stacked import first_moment, refreshes
+from megatron_eopt.step.stacks import Rule, Stack
 
 Scale = Literal[ScaleMode, "none"]
 
@@ -124,7 +125,7 @@ class Preconditioning(FactoredOptimizer):
 
     def update(self, stack: Stack) -> Rule:
         """``U = s P_L M P_R``; also ``M``, ``L``, ``R``, ``Q_L`` and ``Q_R``."""
-        gradient, update = yield from stack.gather(*first_moment(stack, stack.group["momentum"]))
+        gradient, update = yield stack.gather(*first_moment(stack, stack.group["momentum"]))
         if stack.own and any(stack.has_factor):  # not without entries
             left, right = self._sides(stack)
             begins = without_factors(left, right)
@@ -137,7 +138,7 @@ class Preconditioning(FactoredOptimizer):
             self._keep_sides(stack, [left, right])
         if not stack.moves:
             return None
-        [update] = yield from stack.scatter(update)
+        [update] = yield stack.scatter(update)
         return update
 
     def _absorb(self, stack: Stack, gradient: Tensor, left: Side | None, right: Side | None, begins: Tensor) -> None:

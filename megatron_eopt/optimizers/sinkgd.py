@@ -9,7 +9,8 @@ from torch.optim.optimizer import ParamsT
 from megatron_eopt.settings.records import Setting
 from megatron_eopt.settings.values import Scalar, count
 from megatron_eopt.step.parameters import DescribedMatrix, TensorParallelGroups
-from megatron_eopt.step.stacks import MatrixPlan, Rule, Stack, StackedOptimizer
+from megatron_eopt.step.stacked import StackedOptimizer
+from megatron_eopt.step.stacks import MatrixPlan, Rule, Stack
 from megatron_eopt.step.state import StateTensor
 
 
@@ -55,7 +56,7 @@ class SinkGD(StackedOptimizer):
         X = stack.gradient
         for dim in (0, 1) * stack.group["iterations"]:  # rows, then columns, as rows of the transpose
             squares = X.norm(dim=2, keepdim=True, dtype=torch.float64).square()
-            squares = yield from stack.side_sums(squares, dim)
+            squares = yield stack.side_sums(squares, dim)
             own = squares.narrow(1, (shard.top, shard.left)[dim], X.shape[1])
             rms = (own / stack.matrix.shape[1 - dim]).sqrt().to(X.dtype)
             X = (X / rms.clamp(min=torch.finfo(X.dtype).tiny)).mT  # zeros stay

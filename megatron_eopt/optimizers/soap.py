@@ -6,16 +6,17 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from megatron_eopt.factors.eigenbases import BasisMethod
+from megatron_eopt.factors.factored import Decay, FactoredOptimizer, WeightNorm, steps_taken
+from megatron_eopt.factors.soap_math import Preconditioned, SortBases, update_of
 from megatron_eopt.kernels.precision import MatmulPrecision, fp32_products
-from megatron_eopt.optimizers.soap_math import Preconditioned, SortBases, update_of
 from megatron_eopt.orthogonalize.scale import ScaleMode
 from megatron_eopt.settings.groups import also_called
 from megatron_eopt.settings.records import ADAM, FACTOR_PRECISION, Setting
 from megatron_eopt.settings.values import Scalar, count
-from megatron_eopt.step.eigenbases import BasisMethod
-from megatron_eopt.step.factored import Decay, FactoredOptimizer, WeightNorm, steps_taken
 from megatron_eopt.step.parameters import TensorParallelGroups
-from megatron_eopt.step.stacks import EXP_AVG, Rule, Stack, first_moment
+from megatron_eopt.step.stacked import EXP_AVG, first_moment
+from megatron_eopt.step.stacks import Rule, Stack
 
 EXP_AVG_SQ = "exp_avg_sq"
 
@@ -192,7 +193,7 @@ class SOAP(FactoredOptimizer):
     def update(self, stack: Stack) -> Rule:
         """``U = Q_L [Q_L^T M Q_R / (sqrt(V) + eps)] Q_R^T``; also ``M``, ``V``, ``L``, ``R``, ``Q_L`` and ``Q_R``."""
         gradient, momentum = first_moment(stack, stack.group["betas"][0])
-        gradient, momentum, squares = yield from stack.gather(gradient, momentum, stack.state(EXP_AVG_SQ))
+        gradient, momentum, squares = yield stack.gather(gradient, momentum, stack.state(EXP_AVG_SQ))
         update: Tensor | None = momentum
         if stack.own:
             left, right = self._sides(stack)
@@ -202,6 +203,6 @@ class SOAP(FactoredOptimizer):
             self._keep_sides(stack, [left, right])
         if update is None or not stack.moves:
             return None
-        update, squares = yield from stack.scatter(update, squares)
+        update, squares = yield stack.scatter(update, squares)
         stack.keep(EXP_AVG_SQ, squares)
         return update

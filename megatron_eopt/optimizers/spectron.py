@@ -26,7 +26,7 @@ from megatron_eopt.parallel.rectangles import Rectangle, whole
 from megatron_eopt.settings.groups import also_called, iteration_of, note_short_schedule, warn
 from megatron_eopt.settings.records import Setting
 from megatron_eopt.settings.values import BELOW_1, Scalar, count
-from megatron_eopt.step import foreach, stacks
+from megatron_eopt.step import foreach, stacked
 from megatron_eopt.step.foreach import where
 from megatron_eopt.step.nonfinite import Flag
 from megatron_eopt.step.parameters import (
@@ -37,7 +37,8 @@ from megatron_eopt.step.parameters import (
     scale_rows,
 )
 from megatron_eopt.step.session import StepCache
-from megatron_eopt.step.stacks import GRADIENT, WEIGHT, Chunk, Stack, StackedOptimizer, wide
+from megatron_eopt.step.stacked import StackedOptimizer
+from megatron_eopt.step.stacks import GRADIENT, WEIGHT, Chunk, Stack, wide
 from megatron_eopt.step.state import MOMENTUM_BUFFER, SIDES, Dim, StateTensor, check_placements
 
 # State of a weight. The last two, and the momentum, are of each factor: _A or _B follows, and the end of its matrix.
@@ -108,7 +109,7 @@ def together(factors: Sequence[Factors]) -> list[Factors]:
         dtype = some.momenta[0].dtype
         kind = (id(some.group), matrix.group, matrix.shape, matrix.rectangles, dtype, some.transposed)
         nbytes[kind] += len(some.numbers) * dtype.itemsize * max(x.numel for x in matrix.rectangles)
-        part = (*kind, nbytes[kind] // stacks.MOST_BYTES)
+        part = (*kind, nbytes[kind] // stacked.MOST_BYTES)
         if part not in kinds:
             kinds[part] = replace(some, gradients=list(some.gradients))
             continue
@@ -475,7 +476,7 @@ class Spectron(StackedOptimizer):
         return steps
 
     @fp32_products("highest")
-    def _run(self, chunks: Sequence[Sequence[Chunk]]) -> None:
+    def _run(self, chunks: Sequence[Sequence[Chunk[Stack]]]) -> None:
         """All factors step together, between the products of weights, which are as large as these."""
         factors = list[Factors]()
         for chunk in chain(*chunks):

@@ -1,6 +1,6 @@
 """Muon for parameters that may be sharded."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import sqrt
@@ -13,15 +13,13 @@ from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.kernels.choice import rule
 from megatron_eopt.kernels.precision import MatmulPrecision, gram_dtype, product_dtype
-from megatron_eopt.optimizers import muon_checks, second_moment
+from megatron_eopt.optimizers import muon_checks
 from megatron_eopt.optimizers.orthogonalized import (
     OF_PARAMETERS,
     OrthogonalizedOptimizer,
     check_given,
     refuse_blockwise,
 )
-from megatron_eopt.optimizers.second_moment import adaptive_muon
-from megatron_eopt.optimizers.step_form import step_form
 from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.scale import ScaleMode, muon_scale_factor
@@ -32,6 +30,7 @@ from megatron_eopt.parallel.layout import Layout, cut_over, shared_out
 from megatron_eopt.parallel.plan_records import Matrix, TpMode
 from megatron_eopt.parallel.scheduler import Program
 from megatron_eopt.parallel.workspace import OF_ENTRY
+from megatron_eopt.settings import modifiers
 from megatron_eopt.settings.execution import Execution
 from megatron_eopt.settings.groups import (
     DECOUPLED,
@@ -41,12 +40,13 @@ from megatron_eopt.settings.groups import (
     note_short_schedule,
     warn,
 )
+from megatron_eopt.settings.modifiers import Modified
 from megatron_eopt.settings.of_class import settings_of
 from megatron_eopt.settings.records import DecayMethod, Moment2Method, RelativeUpdate, WeightNorm
-from megatron_eopt.step import held_norms, modifiers
+from megatron_eopt.step import held_norms
 from megatron_eopt.step.base import BaseOptimizer
 from megatron_eopt.step.cuda_graph import GraphedUpdate
-from megatron_eopt.step.modifiers import Modified
+from megatron_eopt.step.elementwise import Update, scaled
 from megatron_eopt.step.nonfinite import Flag
 from megatron_eopt.step.offload import Streamed
 from megatron_eopt.step.parameters import (
@@ -57,14 +57,17 @@ from megatron_eopt.step.parameters import (
     names_of_last,
 )
 from megatron_eopt.step.session import StepCache
+from megatron_eopt.step.stacks import Inputs
 from megatron_eopt.step.state import StateTensor, bytes_of_entry
-from megatron_eopt.step.step import Batch, Step, cast_to_average, of_parameters, scaled
+from megatron_eopt.step.step_form import step_form
 from megatron_eopt.step.step_kernels import StepKernels
 from megatron_eopt.step.users_functions import factors_by_user, of_whole, scaled_by_user, scales_of
+from megatron_eopt.transforms import second_moment
+from megatron_eopt.transforms.second_moment import divided
 
 
 class Modifiers(TypedDict, total=False):
-    """Settings of modifiers, which :mod:`~megatron_eopt.step.modifiers` writes out.
+    """Settings of modifiers, which :mod:`~megatron_eopt.settings.modifiers` writes out.
 
     Attributes:
         cautious_weight_decay: decay only entries whose signs do not differ from their update's; False.
@@ -92,7 +95,7 @@ class Transforms(Modifiers, total=False):
 
     Attributes:
         moment2_method: ``adamuon``, ``normuon`` or ``namo`` divides factors by a second moment, as
-            :mod:`~megatron_eopt.optimizers.second_moment` has it; ``none``.
+            :mod:`~megatron_eopt.transforms.second_moment` has it; ``none``.
         beta2: of the second moment, in [0, 1); 0.95.
         eps: above 0, bounds that division; 1e-8.
         align_rms: whether updates of ``adamuon`` have Muon's size; True.
@@ -240,13 +243,6 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             self._session.streamed.wait()
         return super().state_dict()
 
-    def program(self, step: Step) -> Program:
-        """One chunk's step, that of the class or :func:`adaptive_muon`."""
-        for batch in step.batches:
-            if batch.modified.moment2_method != "none":
-                return adaptive_muon(step)
-        return self.of_step(step)
-
     def _modified(self, group: Mapping[str, Any]) -> Modified:
         return modifiers.modified(group, self.decay_method(group))
 
@@ -254,57 +250,63 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         """Bytes of each entry that the program copies where kernels serve; if any, it may read gradients."""
         both = [group for group in self.param_groups if modifiers.moment2_of(group) != "none"]
         measures = any(map(modifiers.measures, both))
-        return OF_ENTRY if measures or self._overridden("program") else self.copied
+        return OF_ENTRY if measures or self._overridden("update") else self.copied
 
     def _take(self, ok: Flag) -> None:
         session = self._session
         execution = self.execution
         if session.settled.needs_norms:
             held_norms.find_norms(self)
+        inputs = self._inputs(ok)
         if session.settled.by_user:
-            batches = self._take_users(ok)
+            self._take_users(inputs)
         else:
-            batches = self._batches(ok)
             run = self._run
             if execution.cuda_graphs:
                 graphed = session.settled.graphed = session.settled.graphed or GraphedUpdate(self._run)
-                graphed.check(batches)
+                graphed.check(inputs, self._places(inputs.gradients))
                 run = graphed
             session.changing = True
-            run(batches)
+            run(inputs)
         scales = session.settled.scales or []
-        for batch in batches:
-            for i in batch.indices:
-                self.newton_schulz_calls += len(scales[i])
+        for i in inputs.gradients:
+            self.newton_schulz_calls += len(scales[i])
         if execution.momentum_dtype is not None:
             for group in self.param_groups:
                 group[MOMENTUM_STEPS] += 1
 
-    def _run(self, batches: Sequence[Batch]) -> None:
-        indices = [i for batch in batches for i in batch.indices]
-        engine = self._session.engine
-        kernels = self._session.settled.kernels
-        scales = self._session.settled.scales
-        copied = self._session.settled.copied
-        assert engine is not None, "prepare() made it"
-        assert scales is not None, "prepare() found them"
+    def _run(self, inputs: Inputs) -> None:
+        engine = self.engine
+        offloads = self._session.settled.offloads
 
-        def on_device(step: Step) -> Program:
-            if copied or kernels is None:  # kernels cast by themselves
-                step = replace(step, batches=cast_to_average(step.batches))
-            return self.program(step)
+        def program(indices: Sequence[int]) -> Program:
+            chunk = self._chunk_of(indices, inputs)
+            return self.streamed.around(chunk, self._worked) if offloads else self._worked(chunk)
 
-        def program(chunk: Sequence[int]) -> Program:
-            scales_of_chunk = [scale for i in chunk for scale in scales[i]]
-            step = Step(of_parameters(batches, chunk), chunk, scales_of_chunk, engine, kernels)
-            return self.streamed.around(step, on_device) if offloads else on_device(step)
-
-        offloads = self.execution.offload_fraction > 0
         if offloads:
-            self.streamed.begin(batches, engine.order(indices), self.on_host)
-        engine.run(indices, program)
+            self.streamed.begin(engine.order(list(inputs.gradients)), self._on_host(inputs.gradients))
+        engine.run(list(inputs.gradients), program)
         if offloads:
             self.streamed.end()
+
+    def _on_host(self, indices: Iterable[int]) -> dict[int, list[Tensor]]:
+        """State of parameters that is in host memory, by their indices."""
+        parameters = self._parameters()
+        homes = {}
+        for index in indices:
+            p = parameters[index]
+            if self.on_host(p):
+                state = map(local, self.state[p].values())
+                homes[index] = [x for x in state if x.shape == local(p).shape]
+        return homes
+
+    def _places(self, indices: Iterable[int]) -> list[int]:
+        """Where a step changes weights and state of parameters."""
+        parameters = self._parameters()
+        places = []
+        for p in (parameters[index] for index in indices):
+            places += [local(x).data_ptr() for x in (p, *self.state[p].values())]
+        return places
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """The momentum, held norms of matrices, and second moments."""
@@ -351,7 +353,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             tp = getattr(self.pg_collection, "expt_tp" if is_expert(p) else "tp", None)
             updates = scaled_by_user(self.scaled_orthogonalize_fn, tp, engine, index, shards)
         else:
-            updates = scaled(self._factors(engine, index, shards), scales_of(self._scale_of(group), matrices))
+            scales = scales_of(self._scale_of(group), matrices)
+            pairs = zip(self._factors(engine, index, shards), scales, strict=True)
+            updates = scaled(Update([factor], scale) for factor, scale in pairs)
         [update] = engine.merge([index], updates)
         return update
 
@@ -421,6 +425,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         settled = super()._settled(engine)
         matrices = zip(self._parameters(), engine.matrices, strict=True)
         settled.scales = [scales_of(self._scale_of(self.group_of(p)), of_p) for p, of_p in matrices]
+        if any(each.moment2_method != "none" for each in settled.modified):
+            settled.transforms.append(divided)
+        settled.offloads = self.execution.offload_fraction > 0
         settled.copied = self._copied()
         form, _ = step_form(self, engine.device)
         if form == "triton":
@@ -431,7 +438,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     def predicted_rms(self, rows: int, cols: int, group: Mapping[str, Any] | None = None) -> float | None:
         """RMS of first updates before ``lr``; None where gradients or a user's function decide."""
         group = group or self.defaults
-        users = self._overridden(*OF_PARAMETERS, "scale_factor_fn", "program")
+        users = self._overridden(*OF_PARAMETERS, "scale_factor_fn", "update")
         if self.measures or users or modifiers.needs_norm(group):
             return None
         if 0 in (rows, cols):

@@ -173,6 +173,10 @@ class Engine:
         """This rank's rows of a parameter's logical matrices."""
         return self._rows[index]
 
+    def is_whole(self, index: int) -> bool:
+        """Whether a parameter of two dimensions is its only logical matrix, as it lies."""
+        return index not in self._rows or self._rows[index].is_whole
+
     def shapes(self, index: int) -> list[Shape]:
         """The shapes of this rank's shards, as :meth:`flat`."""
         return [self.shard(matrix).shape for matrix in self.matrices[index]]

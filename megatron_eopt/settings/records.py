@@ -41,7 +41,7 @@ RelativeUpdate = Literal["none", "match"]
 """Whether the norm of an update is ``update_ratio`` times that of its weight."""
 
 Moment2Method = Literal["none", "adamuon", "normuon", "namo"]
-"""Whose second moment divides factors: see :mod:`~megatron_eopt.optimizers.second_moment`."""
+"""Whose second moment divides factors: see :mod:`~megatron_eopt.transforms.second_moment`."""
 
 StepForm = Literal["triton", "torch"]
 """What does the elementwise work of a step."""
@@ -283,7 +283,7 @@ FACTORS = (
 )
 
 MODIFIERS = CAUTION + NORM + RELATIVE + SECOND_MOMENT
-"""What may be done between the update of a matrix and its weight: see :mod:`~megatron_eopt.step.modifiers`."""
+"""What may be done between the update of a matrix and its weight: see :mod:`~megatron_eopt.settings.modifiers`."""
 
 MUON = RATES + DECAY + MOMENTUM + PARAMETERS + ITERATION + SCALE + MODIFIERS + EXECUTION
 """All settings of Muon."""

@@ -629,7 +629,7 @@ class BaseOptimizer(Optimizer):
         session.steps += 1
         counters.step = f"step {session.steps} of {type(self).__name__}"
         if parameters:
-            with outside_autocast(local(parameters[0]).device):
+            with outside_autocast(parameters[0].device):
                 self._step(parameters)
         else:
             self._agree(torch.ones((), dtype=torch.int32), [])
@@ -651,7 +651,7 @@ class BaseOptimizer(Optimizer):
             engine = self.prepare()
         if session.steps == 1:
             warn_of_fp16(self._names(), parameters)
-        ok: Flag = self._judged([*parameters, *parameters_in(session.after_step_groups)])
+        ok: Flag = self._judged(parameters)
         if ok is not None and ok.device.type == "cpu":
             if not ok:
                 return
@@ -670,9 +670,11 @@ class BaseOptimizer(Optimizer):
         session = self._session
         assert session.nonfinite is not None  # prepared
         gradients = [p.grad for p in parameters]
+        for group in session.after_step_groups:
+            gradients += [p.grad for p in group["params"]]
         if has_dtensors(gradients):
             gradients = [None if x is None else local(x) for x in gradients]
-        present = [x is not None for x in gradients[: len(session.parameters)]]
+        present = [x is not None for x in gradients[: len(parameters)]]
         begins = session.stepping is None
         flag = session.nonfinite.accept(gradients, partial(self._agree, present=present), begins)
         # a GPU is waited for then alone; where ranks differ, all keep to what they had, and nothing changes

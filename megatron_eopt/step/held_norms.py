@@ -9,11 +9,11 @@ from torch import Tensor
 
 from megatron_eopt.orthogonalize.forms import nonzero
 from megatron_eopt.parallel.plan_records import Matrix
+from megatron_eopt.settings.modifiers import OPTIONAL, RADIUS, without_matrix
 from megatron_eopt.step.base import BaseOptimizer
-from megatron_eopt.step.modifiers import OPTIONAL, RADIUS, without_matrix
 from megatron_eopt.step.parameters import local
 from megatron_eopt.step.state import StateTensor
-from megatron_eopt.step.weight_step import norms_of_shards
+from megatron_eopt.step.weight_step import squares_of_shards
 
 
 def radius_tensors(ends: Sequence[str], optional: bool) -> list[StateTensor]:
@@ -110,4 +110,6 @@ def norms_of_weights(optimizer: BaseOptimizer, parameters: Sequence[Tensor]) -> 
     """Logical matrices of parameters, and their norms in fp64."""
     indices = optimizer._indices_of(parameters)
     shards = optimizer.engine.split(indices, [local(p.detach()) for p in parameters])
-    return optimizer.engine.flat(indices), norms_of_shards(optimizer.engine, indices, shards)
+    matrices = optimizer.engine.flat(indices)
+    [squares] = squares_of_shards(optimizer.engine, matrices, shards)
+    return matrices, squares.sqrt()

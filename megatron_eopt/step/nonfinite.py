@@ -163,7 +163,7 @@ def check_gradients(
     """Refuse gradients that are sparse or placed otherwise."""
     parameters = list(parameters)
     gradients = [parameter.grad for parameter in parameters]
-    placements = placements and (has_dtensors(parameters) or has_dtensors(gradients))
+    placements = placements and has_dtensors([*parameters, *gradients])
     if not placements and {x.layout for x in gradients if x is not None} <= {torch.strided}:
         return
     for parameter, gradient in zip(parameters, gradients, strict=True):

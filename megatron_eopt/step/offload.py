@@ -5,16 +5,17 @@ computed. The host never waits. State of a chunk lies together in pinned memory,
 copies are made at once.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, zip_longest
 
 import torch
 from torch import Tensor
 
 from megatron_eopt.parallel.scheduler import Program, resume
+from megatron_eopt.step.elementwise import MomentumStack
+from megatron_eopt.step.parameters import local
+from megatron_eopt.step.stacks import Chunk
 from megatron_eopt.step.state import MOMENTUM_BUFFER
-from megatron_eopt.step.step import Batch, Step
 
 Event = torch.cuda.Event | None  # None on a CPU, where all that was asked for is done
 
@@ -38,15 +39,9 @@ class Streamed:
         self._here: dict[int, Tensor] = {}  # of the chunk at work: the id of what is at home, and what is on the device
         self._home: dict[int, Tensor] = {}  # and the other way round
 
-    def begin(self, batches: Sequence[Batch], chunks: Sequence[Sequence[int]], kept: Callable[[Tensor], bool]) -> None:
-        """Start a step with its ``chunks`` of indices, in order."""
+    def begin(self, chunks: Sequence[Sequence[int]], homes: Mapping[int, Sequence[Tensor]]) -> None:
+        """Start a step with its ``chunks`` of indices, in order; ``homes`` has the state that moves, by index."""
         self.end()  # of a step that failed
-        homes: dict[int, list[Tensor]] = {}
-        for batch in batches:
-            states = zip(batch.indices, batch.parameters, batch.weights, batch.state, strict=True)
-            for i, p, weight, state in states:
-                if kept(p):
-                    homes[i] = [x for x in state.values() if x.shape == weight.shape]
         self._chunk_of = {i: number for number, chunk in enumerate(chunks) for i in chunk}
         if homes:
             for chunk in chunks:
@@ -63,11 +58,11 @@ class Streamed:
         self._chunk = -1
         self._fetch(0)
 
-    def bring(self, batches: list[Batch]) -> list[Batch]:
-        """Return a chunk's batches with state on the device."""
+    def bring(self, chunk: Chunk[MomentumStack]) -> None:
+        """Let a chunk read its state on the device."""
         if not self._waiting:
-            return batches
-        number = self._chunk_of[batches[0].indices[0]]
+            return
+        number = self._chunk_of[chunk.indices[0]]
         if number != self._chunk:
             if self._arrived is not None:
                 torch.cuda.current_stream(self._device).wait_event(self._arrived)
@@ -75,27 +70,21 @@ class Streamed:
             self._here = {id(home): here for home, here in self._pairs}
             self._home = {id(here): home for home, here in self._pairs}
             self._fetch(number + 1)
-
-        moved = []
-        for batch in batches:
-            moved.append(
-                replace(
-                    batch,
-                    gradients=list(map(self._on_device, batch.gradients)),  # where one is missing, the momentum is
-                    state=[{key: self._on_device(x) for key, x in state.items()} for state in batch.state],
-                )
-            )
-        return moved
+        chunk.on_device = self._on_device
 
     def _on_device(self, x: Tensor) -> Tensor:
         return self._here.get(id(x), x)
 
-    def around(self, step: Step, program: Callable[[Step], Program]) -> Program:
-        """Wrap a program with its state on the device."""
-        step = replace(step, batches=self.bring(step.batches))
-        running = program(step)
+    def around(self, chunk: Chunk[MomentumStack], worked: Callable[[Chunk[MomentumStack]], Program]) -> Program:
+        """Wrap the step of a chunk with its state on the device."""
+        self.bring(chunk)
+        running = worked(chunk)
         shards = next(running)
-        momenta = list(chain(*(batch.momenta for batch in step.batches)))
+        momenta = list(chunk.wholes(MOMENTUM_BUFFER).values())
+        further = list[Tensor]()
+        for p in chunk.parameters.values():
+            state = chunk.optimizer.state[p]
+            further += [self._on_device(local(x)) for key, x in state.items() if key != MOMENTUM_BUFFER]
 
         def written(updates: Sequence[Tensor]) -> None:
             assert callable(shards)
@@ -105,10 +94,6 @@ class Streamed:
         if not callable(shards):
             self.take_back(momenta)
         resume(running, (yield written if callable(shards) else shards))
-        further = list[Tensor]()
-        for batch in step.batches:
-            for state in batch.state:
-                further += [x for key, x in state.items() if key != MOMENTUM_BUFFER]
         self.take_back(further)
 
     def take_back(self, tensors: Iterable[Tensor]) -> None:

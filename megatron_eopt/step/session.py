@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_eopt.parallel.engine import Engine
+from megatron_eopt.settings.modifiers import Modified
 from megatron_eopt.step.cuda_graph import GraphedUpdate
-from megatron_eopt.step.modifiers import Modified
 from megatron_eopt.step.nonfinite import Flag, NonFinite, WithoutGradients
 from megatron_eopt.step.offload import Streamed
 from megatron_eopt.step.step_kernels import StepKernels
@@ -21,16 +21,19 @@ from megatron_eopt.step.step_kernels import StepKernels
 class StepCache:
     """What follows from an engine, each found when it is first needed."""
 
-    state_keys: list[list[str]] | None = None  # of the state of each parameter
+    state_keys: list[set[str]] | None = None  # of the state of each parameter
     dtensors: bool = False  # whether parameters are any
     modified: list[Modified] = field(default_factory=list)  # how groups are
     needs_norms: bool = False  # whether norms of weights are to be found before the step
     by_user: bool = False  # whether a user's methods make updates of whole parameters
+    transforms: list[Callable[..., Any]] = field(default_factory=list)  # of updates, in their order
+    offloads: bool = False  # whether state is in host memory
     copied: int = 0  # bytes of each entry that the program copies where kernels serve
     scales: list[list[float]] | None = None  # of each parameter's matrices
     kernels: StepKernels | None = None  # what does the elementwise work; None for torch
     graphed: GraphedUpdate | None = None  # a captured step, which reads tables of the kernels
     chunks: tuple[Any, list[list[Any]]] | None = None  # of stacks, and what they were made for
+    chunks_of: dict[tuple[int, ...], Any] = field(default_factory=dict)  # of momenta, by indices of parameters
     norms_checked: bool = False  # those by which updates are sized
     further: list[ProcessGroup] | None = None  # beside those of the engine: ranks that skip steps together
 

@@ -1,63 +1,48 @@
-"""Optimizers that step equal logical matrices as stacks.
+"""Stacks of equal logical matrices, and the rules that step them.
 
-A chunk of bounded size steps at a time. Where an optimizer needs whole matrices, shards of cut ones go to their compute
-ranks, which alone have the further state of a matrix, and come back, by one collective of the chunk each way.
+A rule is an optimizer's algorithm for one stack. It yields where ranks wait for each other. All rules of a chunk
+advance in lockstep, so that one collective serves all that ask for the same.
 """
 
-from collections import Counter
-from collections.abc import Generator, Hashable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
-from itertools import chain, compress
-from math import prod
-from typing import Any, ClassVar, Literal, NamedTuple
+from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, compress, islice
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
-from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.exchange import Spread
 from megatron_eopt.parallel.layout import Layout
 from megatron_eopt.parallel.plan_records import Matrix, grouped
-from megatron_eopt.parallel.scheduler import rounds
-from megatron_eopt.parallel.workspace import IN_FLIGHT
+from megatron_eopt.parallel.scheduler import Rows
 from megatron_eopt.settings.values import Scalar
-from megatron_eopt.step.base import BaseOptimizer
-from megatron_eopt.step.foreach import decay_power, stacked, where
-from megatron_eopt.step.modifiers import RADIUS
+from megatron_eopt.step.foreach import Tensors, decay_power, stacked, where
 from megatron_eopt.step.nonfinite import Flag
-from megatron_eopt.step.parameters import (
-    DescribedMatrix,
-    check_matrix,
-    check_shard,
-    local,
-    names_of_last,
-)
-from megatron_eopt.step.weight_step import on_spheres, squares_and_products
+from megatron_eopt.step.parameters import has_dtensors, local
 
-CLOCK = "clock"  # setting of a group: steps of the optimizer so far, by which factors are worked on again
-EXP_AVG = "exp_avg"
 WEIGHT = "weight"
 GRADIENT = "gradient"
 
-MOST_BYTES = 2**28  # of a stack of equal matrices, and of what is gathered at once, where one is not larger
 
-Program = Generator[None, None, None]
+type Verb = Callable[[Sequence[Any], Sequence[Any]], Any]
+"""Answers all stacks of a chunk that ask the same, from what they ask; a generator where ranks exchange something."""
 
 
 class Request(NamedTuple):
     """What a rule waits for."""
 
-    verb: Literal["gather", "scatter", "sum rows", "sum columns"]
-    tensors: list[Tensor]
+    verb: Verb
+    asked: Any
 
 
-Rule = Generator[Request, list[Tensor], Tensor | None]
+Rule = Generator[Request, Any, Any]
 """Makes the update of a stack, before the rate, and changes its state. It yields where ranks wait for each other."""
 
-Loads = Counter[int | str | None]  # bytes by compute rank, and under ALL_RANKS those of every rank
-ALL_RANKS = "held"
+Write = Callable[[Sequence[Any], Sequence[Tensors]], None]
+"""Writes shards of stacks, to be orthogonalized, into tensors."""
 
 
 @dataclass(eq=False)
@@ -86,10 +71,24 @@ class Member:
     """A logical matrix of a stack."""
 
     parameter: Tensor
+    group: int  # its number
     index: int  # of the parameter
     number: int  # among the matrices of the parameter
-    plan: MatrixPlan
+    end: str  # of its state keys
     kind: Hashable  # what those of a stack have in common
+    plan: MatrixPlan | None = None  # where the optimizer deals matrices to ranks
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a step reads beside weights and state."""
+
+    groups: Sequence[Mapping[str, Any]]  # with their settings
+    gradients: Mapping[int, Tensor]  # by the index of the parameter
+    ok: Flag = None  # whether there is a step; None where the host knows that there is one
+
+
+NOTHING = Inputs([], {})
 
 
 class Stack:
@@ -99,7 +98,8 @@ class Stack:
     is kept of each of its own members.
 
     Attributes:
-        matrix: one of them, as the engine has it.
+        group: its settings.
+        matrix: one of them, as the engine has it; none where the engine knows no layout.
         has_factor: whether rows have a factor, and columns.
         numbers: how many each compute rank has; empty where every rank works on all.
         own: those that this rank works on.
@@ -107,29 +107,53 @@ class Stack:
         ndim: of a stack of shards: 3, or 2 for vectors.
         dtype: to compute and keep state in.
         first: whether factors are zero before this step, but are to be made.
+        moves: whether there is an update; without, the gradients make the factors alone.
+        places: of the matrices among all of the chunk.
     """
 
-    def __init__(self, chunk: "Chunk", members: Sequence[Member]) -> None:
-        optimizer = chunk.optimizer
+    matrix: Matrix
+
+    def __init__(self, chunk: "Chunk[Any]", members: Sequence[Member]) -> None:
         self.chunk = chunk
-        self.members = sorted(members, key=lambda member: member.plan.compute_rank or 0)
-        index, number, plan = members[0].index, members[0].number, members[0].plan
-        parameter = members[0].parameter
-        self.group: Mapping[str, Any] = optimizer.group_of(parameter)
-        self.matrix = chunk.engine.matrices[index][number]
-        self.has_factor = plan.has_factor
+        self.members = list(members)
+        first = members[0]
+        self.group_number = first.group
+        of_parameter = chunk.engine.matrices[first.index]
+        if of_parameter:
+            self.matrix = of_parameter[first.number]
+        self.has_factor = (False, False)
         self.numbers: list[int] = []
         self.own = self.members
-        if plan.compute_rank is not None:
-            ranks = [member.plan.compute_rank for member in self.members]
-            self.numbers = [ranks.count(rank) for rank in range(plan.layout.ranks)]
-            self.own = [member for member in self.members if member.plan.compute_rank == plan.layout.rank]
-        self.spread = Spread(self.matrix, self.numbers) if plan.gathered else None
-        self.ndim = 2 if parameter.ndim < 2 else 3
-        self.dtype = wide(parameter)
+        self.spread: Spread | None = None
+        if first.plan is not None:
+            self._deal(first.plan)
+        # of two dimensions, or vectors, so that nothing is split
+        self._are_parameters = all(member.index in chunk.are_matrices for member in members)
+        self.ndim = 2 if first.parameter.ndim < 2 else 3
+        self.dtype = wide(first.parameter)
         self.first = False
+        self.moves = True
+        self.places: list[int] = []
+        self.group: Mapping[str, Any] = {}
         self.ok: Flag = None
         self.tensors: dict[str, list[Tensor]] = {}  # that a step has read, by key
+
+    def _deal(self, plan: MatrixPlan) -> None:
+        self.has_factor = plan.has_factor
+        if plan.compute_rank is not None:
+            ranks = [member.plan.compute_rank or 0 for member in self.members if member.plan is not None]
+            in_order = sorted(zip(ranks, self.members, strict=True), key=lambda pair: pair[0])
+            self.members = [member for _, member in in_order]
+            self.numbers = [ranks.count(rank) for rank in range(plan.layout.ranks)]
+            self.own = [member for rank, member in in_order if rank == plan.layout.rank]
+        if plan.gathered:
+            self.spread = Spread(self.matrix, self.numbers)
+
+    def begin(self, inputs: Inputs) -> None:
+        """Take what a step reads."""
+        self.group = inputs.groups[self.group_number]
+        self.ok = inputs.ok
+        self.tensors.clear()
 
     def setting(self, key: str, absent: Any) -> Any:
         """A setting of the group, or ``absent``: groups may have keys that are none of the optimizer's."""
@@ -154,24 +178,28 @@ class Stack:
         method = self.setting("weight_decay_method", "decoupled")
         return decay_power(self.group["lr"], method) * self.group["weight_decay"]
 
-    @property
-    def moves(self) -> bool:
-        """Whether there is an update; without, the gradients make the factors alone."""
-        skips = self.first and any(self.has_factor) and self.chunk.optimizer.skips_first_update(self.group)
-        return not skips
+    def wholes(self, key: str) -> list[Tensor]:
+        """This rank's shards of each member's parameter, or of state that lies as it."""
+        wholes = self.chunk.wholes(key)
+        return [wholes[member.index] for member in self.members]
 
     def shards(self, key: str) -> list[Tensor]:
         """This rank's shards of the weight, gradient or state that lies as it; may be copies."""
         if key not in self.tensors:
-            shards = self.chunk.shards(key)
-            self.tensors[key] = [shards[member.index][member.number] for member in self.members]
+            if self._are_parameters:
+                wholes = self.chunk.wholes(key)
+                self.tensors[key] = [wholes[member.index] for member in self.members]
+            else:
+                shards = self.chunk.shards(key)
+                self.tensors[key] = [shards[member.index][member.number] for member in self.members]
         return self.tensors[key]
 
-    def of_each(self, key: str, members: Sequence[Member]) -> list[Tensor]:
-        """The state of single matrices, under a key that ends as theirs do."""
+    def of_each(self, key: str, members: Sequence[Member] | None = None) -> list[Tensor]:
+        """The state of single matrices, under a key that ends as theirs do; by default of all."""
         if key not in self.tensors:
             state = self.chunk.optimizer.state
-            self.tensors[key] = [local(state[member.parameter][key + member.plan.end]) for member in members]
+            some = self.members if members is None else members
+            self.tensors[key] = [local(state[member.parameter][key + member.end]) for member in some]
         return self.tensors[key]
 
     def state(self, key: str) -> Tensor:
@@ -190,372 +218,258 @@ class Stack:
         """Write such state back."""
         torch._foreach_copy_(self.of_each(key, self.own), list(x.unbind()))
 
-    # Verbs of rules; what is whole here waits for nobody.
+    # What a rule may wait for: ``[whole] = yield stack.gather(shards)``.
 
-    def gather(self, *shards: Tensor) -> Generator[Request, list[Tensor], list[Tensor]]:
+    def gather(self, *shards: Tensor) -> Request:
         """Own whole matrices, of shards of all members."""
-        return list(shards) if self.spread is None else (yield Request("gather", list(shards)))
+        return Request(gathered, list(shards))
 
-    def scatter(self, *whole: Tensor) -> Generator[Request, list[Tensor], list[Tensor]]:
+    def scatter(self, *whole: Tensor) -> Request:
         """The way back from :meth:`gather`."""
-        return list(whole) if self.spread is None else (yield Request("scatter", list(whole)))
+        return Request(scattered, list(whole))
 
-    def side_sums(self, x: Tensor, dim: int) -> Generator[Request, list[Tensor], Tensor]:
+    def side_sums(self, x: Tensor, dim: int) -> Request:
         """Sums over ranks of what they have for rows (dim 0) or columns (members x length x k), for the whole side."""
-        if self.matrix.sharded:
-            [x] = yield Request("sum columns" if dim else "sum rows", [x])
-        return x
+        return Request(summed_columns if dim else summed_rows, x)
+
+    def orthogonalize(self, shards: list[Tensor] | Write) -> Request:
+        """Orthogonal factors of whole matrices; empties a list.
+
+        Factors of what is written are read where they lie, and not to be written to.
+        """
+        return Request(orthogonalized, shards)
 
 
-class Chunk:
-    """Stacks that are worked on together."""
+class Chunk[S: Stack]:
+    """Stacks that are worked on together, of an optimizer's matrices in the order of ``members``.
 
-    def __init__(self, optimizer: "StackedOptimizer", members: Sequence[Member]) -> None:
+    Attributes:
+        stacks: all of them.
+        groups: those of each group.
+        parameters: by their indices.
+        matrices: how many there are.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        engine: Engine,
+        members: Sequence[Member],
+        kind: type[S],
+    ) -> None:
         self.optimizer = optimizer
-        self.engine = optimizer.engine
-        self.stacks = [Stack(self, alike) for alike in grouped(members, lambda member: member.kind).values()]
-        self._parameters = {member.index: member.parameter for member in members}
+        self.engine = engine
+        self.matrices = len(members)
+        self.inputs = NOTHING
+        self.on_device: Callable[[Tensor], Tensor] | None = None  # where state is kept in host memory
+        self.parameters = {member.index: member.parameter for member in members}
+        self._dtensors = has_dtensors(self.parameters.values())
+        self.are_matrices = {i for i, p in self.parameters.items() if p.ndim in (1, 2) and engine.is_whole(i)}
         self._numbers: dict[int, list[int]] = {}  # of the matrices of each parameter that are here
         for member in members:
             self._numbers.setdefault(member.index, []).append(member.number)
+        self._wholes: dict[str, dict[int, Tensor]] = {}
         self._shards: dict[str, dict[int, list[Tensor]]] = {}
-        self._copies: list[tuple[int, Tensor, list[Tensor]]] = []  # parameter, what was copied, and the copies
+        self.copies: dict[str, list[int]] = {}  # the parameters whose shards are copies, by key
+        self.stacks = [kind(self, alike) for alike in grouped(members, lambda member: member.kind).values()]
+        self.groups = list(grouped(self.stacks, lambda stack: stack.group_number).values())
+        place_of = {member: n for n, member in enumerate(members)}
+        for stack in self.stacks:
+            stack.places = [place_of[member] for member in stack.members]
+
+    @property
+    def indices(self) -> list[int]:
+        """Those of the parameters."""
+        return list(self.parameters)
+
+    def begin(self, inputs: Inputs) -> None:
+        """Take what a step reads; an exception may have ended the last one."""
+        self.forget()
+        self.inputs = inputs
+        for stack in self.stacks:
+            stack.begin(inputs)
+
+    def wholes(self, key: str) -> dict[int, Tensor]:
+        """This rank's shard of each parameter, by its index, or of what lies as it."""
+        if key not in self._wholes:
+            found = self.parameters
+            if key == GRADIENT:
+                found = {index: self.inputs.gradients[index] for index in self.parameters}
+            elif key != WEIGHT:
+                state = self.optimizer.state
+                found = {index: state[p][key] for index, p in self.parameters.items()}
+            if self._dtensors:
+                found = {index: local(x) for index, x in found.items()}
+            if self.on_device is not None:
+                found = {index: self.on_device(x) for index, x in found.items()}
+            self._wholes[key] = found
+        return self._wholes[key]
 
     def shards(self, key: str) -> dict[int, list[Tensor]]:
         """This rank's shards of the logical matrices of each parameter, by its index."""
         if key not in self._shards:
-            if key == WEIGHT:
-                wholes = list(self._parameters.values())
-            elif key == GRADIENT:
-                wholes = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters.values()]
-            else:
-                wholes = [self.optimizer.state[p][key] for p in self._parameters.values()]
-            wholes = [torch.atleast_1d(local(x)) for x in wholes]
             self._shards[key] = {}
-            for index, x in zip(self._parameters, wholes, strict=True):
-                shards = self.engine.split([index], [x])
+            for index, x in self.wholes(key).items():
+                shards = self._split(index, x)
                 self._shards[key][index] = shards
-                memory = {shard.untyped_storage().data_ptr() for shard in shards if shard.numel()}
-                if key != GRADIENT and memory - {x.untyped_storage().data_ptr()}:
-                    self._copies.append((index, x, shards))
+                if key != GRADIENT and _are_copies(shards, x):
+                    self.copies.setdefault(key, []).append(index)
         return self._shards[key]
 
+    def _split(self, index: int, x: Tensor) -> list[Tensor]:
+        return self.engine.split([index], [torch.atleast_1d(x)])
+
+    def write_back(self) -> None:
+        """Write shards that are copies to where they belong."""
+        for key, copied in self.copies.items():
+            for index in copied:
+                x = self._wholes[key][index]
+                shards = self._shards[key][index]
+                here = self._numbers[index]
+                if len(here) < len(shards):  # other chunks have the rest
+                    fresh = self._split(index, x)
+                    for number in here:
+                        fresh[number] = shards[number]
+                    shards = fresh
+                [merged] = self.engine.merge([index], shards)
+                x.copy_(merged.view(x.shape))
+        for key in (*self.copies, GRADIENT):  # whose copies are not kept longer than needed
+            self._shards.pop(key, None)
+            for stack in self.stacks:
+                stack.tensors.pop(key, None)
+        self.copies.clear()
+
     def end(self) -> None:
-        """Write shards that are copies back."""
-        for index, x, shards in self._copies:
-            here = self._numbers[index]
-            if len(here) < len(shards):  # other chunks have the rest
-                fresh = self.engine.split([index], [x])
-                for number in here:
-                    fresh[number] = shards[number]
-                shards = fresh
-            [merged] = self.engine.merge([index], shards)
-            x.copy_(merged.view(x.shape))
+        """Write back, and drop what a step has read."""
+        if self.copies:
+            self.write_back()
         self.forget()
+        self.inputs = NOTHING
+        self.on_device = None
 
     def forget(self) -> None:
         """Drop what a step has read."""
+        self._wholes.clear()
         self._shards.clear()
-        self._copies.clear()
+        self.copies.clear()
         for stack in self.stacks:
             stack.tensors.clear()
 
 
-class StackedOptimizer(BaseOptimizer):
-    """Optimizers that step equal logical matrices as stacks.
+def _are_copies(shards: Sequence[Tensor], x: Tensor) -> bool:
+    memory = {shard.untyped_storage().data_ptr() for shard in shards if shard.numel()}
+    return bool(memory - {x.untyped_storage().data_ptr()})
 
-    A subclass makes the update of a stack (:meth:`update`). Where that gathers whole matrices, these are dealt to
-    compute ranks by costs, which follow from the setting ``max_dim`` of groups, the longest side that has a factor.
+
+def lockstep[S: Stack](rules: Iterable[tuple[S, Rule]]) -> Generator[Any, Any, dict[S, Any]]:
+    """Advance the rules of a chunk's stacks together, and return what they made.
+
+    What all ask for with one verb is answered at once. Yields while ranks exchange matrices, and, to be sent their
+    factors, what is to be orthogonalized: this rank's shards of the whole chunk, or what writes them.
     """
+    made: dict[S, Any] = {}
+    running: list[tuple[S, Rule, Any]] = [(stack, rule, None) for stack, rule in rules]
+    while running:
+        asking: dict[Verb, list[tuple[S, Rule, Any]]] = {}
+        for stack, rule, answer in running:
+            try:
+                verb, asked = rule.send(answer)
+            except StopIteration as end:
+                made[stack] = end.value
+                continue
+            asking.setdefault(verb, []).append((stack, rule, asked))
+        running = []
+        for verb, some in sorted(asking.items(), key=lambda item: item[0].__name__):
+            answers = verb([stack for stack, _, _ in some], [asked for _, _, asked in some])
+            if isinstance(answers, Generator):
+                answers = yield from answers
+            running += [(stack, rule, answer) for (stack, rule, _), answer in zip(some, answers, strict=True)]
+    return made
 
-    takes: ClassVar[Literal["matrices", "matrices and vectors"]] = "matrices"
 
-    _plans: dict[Tensor, list[MatrixPlan]] | None = None
-    _updated: int = 0
+# Verbs.
 
-    def update(self, stack: Stack) -> Rule:
-        """An optimizer's algorithm; None while it makes factors alone."""
-        raise NotImplementedError
 
-    @property
-    def matrices_updated(self) -> int:
-        """Also counts matrices without a factor."""
-        return self._updated
+def gathered(stacks: Sequence[Stack], asked: Sequence[list[Tensor]]) -> Generator[None, None, list[list[Tensor]]]:
+    """See :meth:`Stack.gather`."""
+    return stacks[0].chunk.engine.gather_whole(asked, [stack.spread for stack in stacks])
 
-    def described_matrices(self, settled: bool = True) -> dict[Tensor, list[DescribedMatrix]]:
-        """The logical matrices of each parameter that is no vector."""
-        described: dict[Tensor, list[DescribedMatrix]] = {}
-        for parameter in self._parameters():
-            if parameter.ndim > 1:
-                names = self.split_of(parameter).names(self.layout(parameter).shape[0])
-                pairs = zip(names, self._planned(parameter), strict=True)
-                described[parameter] = [self._describe(name, plan, parameter) for name, plan in pairs]
-        return described
 
-    def _describe(self, name: str, plan: MatrixPlan, parameter: Tensor) -> DescribedMatrix:
-        if plan.layout.sharded:
-            scheme = "duplicated" if plan.compute_rank is None else "owner"
+def scattered(stacks: Sequence[Stack], asked: Sequence[list[Tensor]]) -> Generator[None, None, list[list[Tensor]]]:
+    """See :meth:`Stack.scatter`."""
+    return stacks[0].chunk.engine.scatter_back(asked, [stack.spread for stack in stacks])
+
+
+def summed_rows(stacks: Sequence[Stack], asked: Sequence[Tensor]) -> list[Tensor]:
+    """See :meth:`Stack.side_sums`."""
+    return stacks[0].chunk.engine.side_sums(asked, [stack.matrix for stack in stacks], 0)
+
+
+def summed_columns(stacks: Sequence[Stack], asked: Sequence[Tensor]) -> list[Tensor]:
+    """See :meth:`Stack.side_sums`."""
+    return stacks[0].chunk.engine.side_sums(asked, [stack.matrix for stack in stacks], 1)
+
+
+def orthogonalized(
+    stacks: Sequence[Stack], asked: Sequence[list[Tensor] | Write]
+) -> Generator[Any, Tensors, list[Tensors]]:
+    """See :meth:`Stack.orthogonalize`; all stacks of a chunk ask."""
+    chunk = stacks[0].chunk
+    if chunk.copies:
+        chunk.write_back()  # a user's function may read parameters, and host memory takes momenta
+    in_order = dict[int, Tensor]()
+    writes: dict[Write, list[Stack]] = {}
+    for stack, shards in zip(stacks, asked, strict=True):
+        if isinstance(shards, list):
+            in_order.update(zip(stack.places, shards, strict=True))
+            shards.clear()
         else:
-            scheme = "local" if plan.compute_rank is None else "share"
-        return DescribedMatrix(name, plan.layout.shape, scheme, 1.0, None)
+            writes.setdefault(shards, []).append(stack)
 
-    def _check_group(self, group: dict[str, Any]) -> None:
-        """Refuse parameters of the last group, and begin its clock."""
-        name = type(self).__name__
-        names = names_of_last(self.param_groups)
-        indices = names_of_last(self.param_groups, shapes=False)
-        for parameter, called, index in zip(group["params"], names, indices, strict=True):
-            is_matrix = parameter.ndim > 1 or self.takes == "matrices"
-            if is_matrix:
-                check_matrix(name, parameter, f"takes {self.takes}, but {index}")
-            self.layout(parameter)
-            if is_matrix:
-                self._check_split(parameter)
-                check_shard(parameter, self.pg_collection, called)
-        if CLOCK in self.persistent_group_keys:
-            group.setdefault(CLOCK, 0)
+    def written(updates: Tensors) -> None:
+        for write, some in writes.items():
+            write(some, [some_of(updates, stack.places) for stack in some])
 
-    def _described(self, name: str, parameter: Tensor) -> ParamSpec:
-        spec = super()._described(name, parameter)
-        return replace(spec, dtype=wide(parameter), layout=self.layout(parameter), split=self.split_of(parameter))
-
-    def _plan(self, end: str, layout: Layout, longest: int) -> MatrixPlan:
-        """The plan of a matrix, whose sides have a factor up to a length."""
-        rows, cols = layout.shape
-        has_factor = (0 < rows <= longest and cols > 0, 0 < cols <= longest and rows > 0)
-        plan = MatrixPlan(end, layout, has_factor, 0)
-        for length in plan.factor_lengths:
-            plan.cost += 4 * length * (length**2 + rows * cols)  # cubes of sides, and products with them
-        return plan
-
-    def _planned(self, parameter: Tensor) -> list[MatrixPlan]:
-        """Plans of a parameter's matrices; a new group changes no other's compute ranks."""
-        if self._plans is not None and parameter in self._plans:
-            return self._plans[parameter]
-        self._plans = {}
-        loads: dict[str, list[int]] = {}
-        for group in self.param_groups:
-            to_deal = list[MatrixPlan]()
-            for p in group["params"]:
-                longest = group.get("max_dim", 0) if p.ndim > 1 else 0
-                pairs = zip(self.key_ends(p), self.matrix_layouts(p), strict=True)
-                plans = [self._plan(end, layout, longest) for end, layout in pairs]
-                self._plans[p] = plans
-                if not isinstance(p, DTensor):
-                    to_deal += [plan for plan in plans if plan.gathered]
-            for plan in sorted(to_deal, key=lambda plan: -plan.cost):
-                load = loads.setdefault(plan.layout.label, [0] * plan.layout.ranks)
-                plan.compute_rank = load.index(min(load))
-                load[plan.compute_rank] += plan.cost
-        return self._plans[parameter]
-
-    def skips_first_update(self, group: Mapping[str, Any]) -> bool:
-        """Whether the first gradient makes factors alone."""
-        return False
-
-    def _advances_clock(self, group: Mapping[str, Any]) -> bool:
-        """Whether the step counts for the clock of a group."""
-        return True
-
-    def _steps_of(self, ok: Flag) -> dict[int, bool]:
-        """Which parameters step, by their indices, and whether factors of theirs are to be made.
-
-        Creates what their state lacks.
-        """
-        settled = self._session.settled
-        parameters = self._parameters()
-        if settled.state_keys is None:
-            settled.state_keys = [[tensor.key for tensor in self.state_tensors(p)] for p in parameters]
-        steps = {i: False for i, has_gradient in enumerate(self._stepping) if has_gradient}
-        for i in steps:
-            if not self.state[parameters[i]].keys() >= set(settled.state_keys[i]):
-                self._states.of(parameters[i])
-        return steps
-
-    def _together(self, parameter: Tensor) -> tuple[Any, ...]:
-        """What parameters of one chunk have in common; chunks go in this order."""
-        return self._planned(parameter)[0].layout.label, str(parameter.dtype)
-
-    def _entries(self, plan: MatrixPlan) -> int:
-        """How many a matrix takes in a chunk on its compute rank."""
-        if not plan.cost:
-            return max(shard.numel for shard in plan.layout.rectangles)
-        # gradient and moments come together; a factor may be larger
-        return max([3 * prod(plan.layout.shape), *(length**2 for length in plan.factor_lengths)])
-
-    def _loads(self, members: Sequence[Member]) -> Loads:
-        """Bytes of matrices in a chunk."""
-        loads = Loads()
-        for member in members:
-            itemsize = wide(member.parameter).itemsize
-            loads[member.plan.compute_rank] += itemsize * self._entries(member.plan)
-            # shards are on every rank, before and after the compute rank has a matrix whole
-            loads[ALL_RANKS] += itemsize * 3 * max(shard.numel for shard in member.plan.layout.rectangles)
-        return loads
-
-    def _fits(self, loads: Loads) -> bool:
-        """Whether a chunk has room for them."""
-        # where each rank holds a copy of each matrix, all copies of a chunk are there at once
-        return all(
-            load <= (self.execution.workspace // IN_FLIGHT if key == ALL_RANKS else MOST_BYTES)
-            for key, load in loads.items()
-        )
-
-    def _divided(self, members: Sequence[Member]) -> list[list[list[Member]]]:
-        """Matrices by chunks of bounded size, listed by what goes together."""
-        together = grouped(members, lambda member: self._together(member.parameter))
-        divided = []
-        for _, some in sorted(together.items()):
-            chunks: list[list[Member]] = [[]]
-            loads = Loads()
-            for alike in grouped(some, lambda member: member.kind).values():
-                units = [(alike, self._loads(alike))]
-                if not self._fits(units[0][1]):  # where it has room it is not cut, for half the launches
-                    units = [([member], self._loads([member])) for member in alike]
-                for unit, of_unit in units:
-                    if chunks[-1] and not self._fits(loads + of_unit):
-                        chunks.append([])
-                        loads.clear()
-                    loads += of_unit
-                    chunks[-1] += unit
-            divided.append(chunks)
-        return divided
-
-    def _members(self, steps: Iterable[int], first: Set[int]) -> list[Member]:
-        """The matrices of parameters that step; of those in ``first`` factors are to be made."""
-        parameters = self._parameters()
-        members = []
-        for index in steps:
-            p = parameters[index]
-            of_parameter = id(self.group_of(p)), index in first, p.dtype, min(p.ndim, 2)
-            for number, plan in enumerate(self._planned(p)):
-                kind = of_parameter, plan.has_factor, plan.layout.shape, plan.layout.rectangles
-                members.append(Member(p, index, number, plan, kind))
-        return members
-
-    def _chunks(self, steps: Mapping[int, bool], ok: Flag) -> list[list[Chunk]]:
-        """Chunks of stacks in a step, made anew where other parameters step."""
-        settled = self._session.settled
-        first = {index for index, begins in steps.items() if begins}
-        if len(first) == len(steps):
-            first = set()  # which are alike, too
-        made_for = list(steps), first, list(map(id, self.param_groups))
-        if settled.chunks is None or settled.chunks[0] != made_for:
-            divided = self._divided(self._members(steps, first))
-            settled.chunks = made_for, [[Chunk(self, some) for some in chunks] for chunks in divided]
-        for chunk in chain(*settled.chunks[1]):
-            chunk.forget()  # what a step left that an exception ended
-            for stack in chunk.stacks:
-                stack.first = steps[stack.members[0].index]
-                stack.ok = ok
-        return settled.chunks[1]
-
-    def _take(self, ok: Flag) -> None:
-        steps = self._steps_of(ok)
-        self._session.changing = True
-        for group in self.param_groups:
-            if CLOCK in group:
-                group[CLOCK] += self._advances_clock(group)
-        chunks = self._chunks(steps, ok)
-        self._run(chunks)
-        for chunk in chain(*chunks):
-            self._updated += sum(len(stack.members) for stack in chunk.stacks if stack.ndim > 2)
-
-    def _run(self, chunks: Sequence[Sequence[Chunk]]) -> None:
-        """Step chunks of stacks."""
-        for together in chunks:
-            for _ in rounds(map(self._worked, together)):
-                pass
-
-    def _worked(self, chunk: Chunk) -> Program:
-        """One chunk's step; of all its stacks one collective does what they ask for together."""
-        updates: dict[Stack, Tensor] = {}
-        running: list[tuple[Stack, Rule, Any]] = [(stack, self.update(stack), None) for stack in chunk.stacks]
-        while running:
-            asked: dict[str, list[tuple[Stack, Rule, list[Tensor]]]] = {}
-            for stack, rule, answer in running:
-                try:
-                    request = rule.send(answer)
-                except StopIteration as end:
-                    if end.value is not None:
-                        updates[stack] = end.value
-                    continue
-                asked.setdefault(request.verb, []).append((stack, rule, request.tensors))
-            running = []
-            for verb, some in sorted(asked.items()):
-                answers = yield from serve(verb, some, chunk.engine)
-                running += [(stack, rule, answer) for (stack, rule, _), answer in zip(some, answers, strict=True)]
-        subtract(updates, chunk.engine)  # W <- (1 - lr weight_decay) W - lr U
-        chunk.end()
+    if writes:
+        factors = yield written
+    else:
+        every = [in_order.pop(place) for place in range(chunk.matrices)]
+        factors = yield every
+    return [some_of(factors, stack.places) for stack in stacks]
 
 
-def serve(
-    verb: str, asked: Sequence[tuple[Stack, Rule, list[Tensor]]], engine: Engine
-) -> Generator[None, None, Sequence[list[Tensor]]]:
-    """What all that ask with one verb wait for."""
-    tensors = [of_stack for _, _, of_stack in asked]
-    spread = [stack.spread for stack, _, _ in asked]
-    if verb == "gather":
-        return (yield from engine.gather_whole(tensors, spread))
-    if verb == "scatter":
-        return (yield from engine.scatter_back(tensors, spread))
-    matrices = [stack.matrix for stack, _, _ in asked]
-    return [[x] for x in engine.side_sums([x for [x] in tensors], matrices, int(verb == "sum columns"))]
+def some_of(matrices: Tensors, places: Sequence[int]) -> Tensors:
+    """Some of the matrices of a chunk."""
+    if isinstance(matrices, Rows):
+        return Rows(matrices.stacks, [matrices.rows[place] for place in places])
+    return [matrices[place] for place in places]
+
+
+def joined(lists: Iterable[Iterable[Tensor]]) -> list[Tensor]:
+    """All tensors of several lists."""
+    return list(chain(*lists))
+
+
+def shards_of(stacks: Iterable[Stack], key: str) -> list[Tensor]:
+    """This rank's shards of all stacks, under a key."""
+    return joined(stack.shards(key) for stack in stacks)
+
+
+def by_stack[T](stacks: Iterable[Stack], of_matrices: Iterable[T]) -> list[list[T]]:
+    """What belongs to the matrices of each stack."""
+    remaining = iter(of_matrices)
+    return [list(islice(remaining, len(stack.members))) for stack in stacks]
+
+
+def gradients_of(parameters: Sequence[Tensor], indices: Iterable[int]) -> dict[int, Tensor]:
+    """Gradients by index; zeros where one is missing, for which other ranks wait."""
+    gradients = {}
+    for index in indices:
+        p = parameters[index]
+        gradients[index] = torch.zeros_like(p) if p.grad is None else p.grad
+    return gradients
 
 
 def wide(parameter: Tensor) -> torch.dtype:
     """What is computed, and kept, in: fp32, or fp64 for fp64 parameters."""
     return torch.promote_types(parameter.dtype, torch.float32)
-
-
-def first_moment(stack: Stack, beta: float) -> tuple[Tensor, Tensor]:
-    """Gradients as a stack, zero if not ``ok``, and first moments that follow them."""
-    gradient = stack.gradient
-    momentum = stack.state(EXP_AVG)
-    if stack.moves:
-        momentum = torch.lerp(momentum, where(stack.ok, gradient, momentum), 1 - beta)
-        stack.keep(EXP_AVG, momentum)
-    return gradient, momentum
-
-
-def refreshes(settings: Mapping[str, Any]) -> bool:
-    """Whether factors are worked on again in this step, counted from the first as SOAP's authors do."""
-    return bool((settings[CLOCK] - 1) % settings["precondition_frequency"] == 0)
-
-
-def subtract(updates: Mapping[Stack, Tensor], engine: Engine) -> None:
-    """Subtract updates of stacks from their weights."""
-    held = [(stack, update) for stack, update in updates.items() if stack.holds]
-    on_spheres = steps_on_spheres(held, engine) if held else {}
-    for stack, update in updates.items():
-        weights = stack.state(WEIGHT)
-        moved = weights.to(update.dtype) * (1 - stack.decay)
-        if stack in on_spheres:
-            moves, step, resize = on_spheres[stack]
-            moved = (moved - update * step.to(update.dtype)) * resize.to(update.dtype)
-            moved = torch.where(moves > 0, moved, weights.to(moved.dtype))
-        else:
-            moved = moved - update * stack.group["lr"]
-        stack.keep(WEIGHT, where(stack.ok, moved.to(weights.dtype), weights))
-
-
-def steps_on_spheres(held: Sequence[tuple[Stack, Tensor]], engine: Engine) -> dict[Stack, tuple[Tensor, ...]]:
-    """Coefficients of updates that hold norms, by one reduction; the weights decay before."""
-    matrices = list[Matrix]()
-    weights = list[Tensor]()
-    updates = list[Tensor]()
-    for stack, update in held:
-        matrices += [stack.matrix] * len(stack.members)
-        weights += stack.shards(WEIGHT)
-        updates += update.unbind()
-    squares, inner = squares_and_products(engine, matrices, weights, updates)
-    counts = [len(stack.members) for stack, _ in held]
-    of_stacks = zip(held, squares.split(counts, 1), inner.split(counts), strict=True)
-    steps = {}
-    for (stack, _), (of_weights, of_updates), products in of_stacks:
-        kept = 1 - stack.decay
-        radii = torch.stack(stack.of_each(RADIUS, stack.members))
-        measured = torch.stack([of_weights * kept**2, of_updates])
-        coefficients = on_spheres(measured, products * kept, radii, radii * stack.group["lr"])
-        steps[stack] = tuple(x.view(-1, 1, 1) for x in coefficients.unbind(1))
-    return steps

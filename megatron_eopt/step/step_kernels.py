@@ -11,9 +11,9 @@ norms: a tile's are the roots of its sums of positive and of negative products.
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, chain, takewhile
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -23,16 +23,25 @@ from megatron_eopt.matrices import LocalRows
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.scheduler import Rows
 from megatron_eopt.settings.groups import MOMENTUM_STEPS
+from megatron_eopt.settings.modifiers import MOMENT2_BUFFER
 from megatron_eopt.settings.values import Scalar
-from megatron_eopt.step import foreach
+from megatron_eopt.step.elementwise import MomentumStack
 from megatron_eopt.step.foreach import Tensors
-from megatron_eopt.step.modifiers import MOMENT2_BUFFER
-from megatron_eopt.step.state import PREVIOUS_GRADIENT
-from megatron_eopt.step.step import Batch
+from megatron_eopt.step.stacks import GRADIENT, WEIGHT
+from megatron_eopt.step.state import MOMENTUM_BUFFER, PREVIOUS_GRADIENT
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+KEYS = {
+    "gradient": GRADIENT,
+    "momentum": MOMENTUM_BUFFER,
+    "weight": WEIGHT,
+    "moment": MOMENT2_BUFFER,
+    "previous": PREVIOUS_GRADIENT,
+}
+"""What kernels call tensors of a stack's parameters, and their keys."""
+READABLE = "gradients that kernels read"
 
-_MOST_TABLES = 512  # kept: two for each chunk
+_MOST_TABLES = 4096  # kept: two for each stack
 _TILE = 4096  # entries of a tile
 _WIDEST = 1024  # its most columns
 _SQUARE = 64  # a side of a square one
@@ -55,7 +64,6 @@ class Piece(NamedTuple):
 
     rows: int
     cols: int
-    parameter: int  # of the batch
     gradient: int
     gradient_row: int
     gradient_col: int
@@ -74,15 +82,14 @@ class Piece(NamedTuple):
     previous: int  # the gradient of the last step
     previous_row: int
     previous_col: int
-    matrix: int  # of the chunk
+    matrix: int  # of the stack
     scale: int  # an offset: of its first scale among all
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel for alike pieces of one batch."""
+    """One kernel for alike pieces of one stack."""
 
-    batch: int  # among those of the chunk
     table: Tensor  # of pieces, on the device
     pieces: list[Piece]
     first: int  # the matrix from whose memory offsets are counted
@@ -113,7 +120,7 @@ class Launch:
 
 
 class StepKernels:
-    """Runs kernels for chunks of an engine's parameters.
+    """Runs kernels for stacks of an engine's matrices.
 
     Tables of addresses are kept, and sent to the device anew only after an address has changed.
     """
@@ -124,7 +131,7 @@ class StepKernels:
 
     def momentum(
         self,
-        batches: Sequence[Batch],
+        stack: MomentumStack,
         updates: Tensors,
         heavy: bool = False,
         measured: bool = False,
@@ -132,236 +139,196 @@ class StepKernels:
     ) -> tuple[list[Tensor], ...]:
         """Update momenta, and write what is orthogonalized to ``updates``.
 
-        These are this rank's shards of all logical matrices, in any dtype. ``heavy`` takes
+        These are this rank's shards of the stack, in any dtype. ``heavy`` takes
         :func:`~megatron_eopt.step.foreach.heavy_ball` in place of the average. Returns norms of gradients' and of
         updates' tiles, if measured. With ``corrections`` gradients are MARS's, and are kept: see :meth:`corrected`.
         """
         constants = {"HEAVY": heavy, "MEASURED": measured, "AVERAGED": False}
-        return self._momentum(batches, updates, constants, corrections)
+        return self._momentum(stack, updates, constants, corrections)
 
-    def corrected(self, batches: Sequence[Batch], updates: Tensors, corrections: Tensor) -> list[Tensor]:
+    def corrected(self, stack: MomentumStack, updates: Tensors, corrections: Tensor) -> list[Tensor]:
         """Norms of tiles of corrected gradients, ``(g_prev + weight (g - g_prev)) factor``.
 
         ``corrections``, (matrices, 2) in fp32, have weight and factor of each matrix.
         """
         from megatron_eopt.kernels.triton_step import corrections_kernel
 
-        batches = [self._readable(batch) for batch in batches]
-        launches = self._launches(corrections_kernel, batches, updates, ("gradient", "previous"), {})
+        launches = self._launches(corrections_kernel, stack, updates, ("gradient", "previous"), {})
         norms = [_room(x, updates, 1) for x in launches]
         for x, out in zip(launches, norms, strict=True):
             launch(corrections_kernel, x, x.table, corrections, out)
         [of_matrices] = _by_matrix(launches, norms, updates, 1)
         return of_matrices
 
-    def products_of_updates(self, batches: Sequence[Batch], factors: Tensors) -> tuple[list[Tensor], ...]:
+    def products_of_updates(self, stack: MomentumStack, factors: Tensors) -> tuple[list[Tensor], ...]:
         """Norms of the positive, and of the negative, products of updates and their factors.
 
         Updates are those that :meth:`momentum` wrote in this step, of momenta as they are kept.
         """
-        return self._momentum(batches, factors, {"HEAVY": False, "MEASURED": False, "AVERAGED": True})
+        return self._momentum(stack, factors, {"HEAVY": False, "MEASURED": False, "AVERAGED": True})
 
     def _momentum(
         self,
-        batches: Sequence[Batch],
+        stack: MomentumStack,
         others: Tensors,
         constants: dict[str, bool],
         corrections: Tensor | None = None,
     ) -> tuple[list[Tensor], ...]:
         from megatron_eopt.kernels.triton_step import momentum_kernel
 
-        batches = [self._readable(batch) for batch in batches]
         sides = ["gradient", "momentum", "weight"]
         if corrections is not None:
             sides.append("previous")
-        launches = self._launches(momentum_kernel, batches, others, sides, constants)
+        launches = self._launches(momentum_kernel, stack, others, sides, constants)
         wanted = 2 if constants["MEASURED"] or constants["AVERAGED"] else 0
         norms = [_room(x, others, wanted) for x in launches]
+        beta = float(stack.beta)
+        step = stack.group[MOMENTUM_STEPS] % 2**31 if stack.rounded else 0
+        numbers = (beta, 1 - beta, _float(stack.weight_decay), step)
         for x, out in zip(launches, norms, strict=True):
-            batch = batches[x.batch]
-            beta = float(batch.beta)
-            decay = _float(batch.weight_decay)
-            step = batch.group[MOMENTUM_STEPS] % 2**31 if batch.rounded else 0
-            numbers = (beta, 1 - beta, decay, step)
             of_matrices = x.table if corrections is None else corrections
-            launch(momentum_kernel, x, _flag(batch), others[x.first], out, of_matrices, *numbers)
+            launch(momentum_kernel, x, _flag(stack), others[x.first], out, of_matrices, *numbers)
         return _by_matrix(launches, norms, others, wanted)
 
-    def moments(self, batches: Sequence[Batch], factors: Tensors, measured: bool) -> tuple[list[Tensor], ...]:
+    def moments(self, stack: MomentumStack, factors: Tensors, measured: bool) -> tuple[list[Tensor], ...]:
         """``v <- EMA(O^2)``; norms of tiles of ``O``, and of ``O / (sqrt(v) + eps)``, if measured."""
         from megatron_eopt.kernels.triton_step import moment_kernel
 
-        launches = self._launches(moment_kernel, batches, factors, ("moment",), {"MEASURED": measured})
+        launches = self._launches(moment_kernel, stack, factors, ("moment",), {"MEASURED": measured})
         wanted = 2 if measured else 0
         norms = [_room(x, factors, wanted) for x in launches]
+        numbers = (_float(1 - stack.group["beta2"]), _float(stack.group["eps"]))
         for x, out in zip(launches, norms, strict=True):
-            batch = batches[x.batch]
-            numbers = (_float(1 - batch.group["beta2"]), _float(batch.group["eps"]))
-            launch(moment_kernel, x, _flag(batch), factors[x.first], out, *numbers)
+            launch(moment_kernel, x, _flag(stack), factors[x.first], out, *numbers)
         return _by_matrix(launches, norms, factors, wanted)
 
-    def products_of_weights(self, batches: Sequence[Batch], factors: Tensors) -> tuple[list[Tensor], ...]:
+    def products_of_weights(self, stack: MomentumStack, factors: Tensors) -> tuple[list[Tensor], ...]:
         """Norms of weights, of factors, and of the positive and the negative products of both."""
         from megatron_eopt.kernels.triton_step import products_kernel
 
-        launches = self._launches(products_kernel, batches, factors, ("weight",), {})
+        launches = self._launches(products_kernel, stack, factors, ("weight",), {})
         norms = [_room(x, factors, 4) for x in launches]
         for x, out in zip(launches, norms, strict=True):
             launch(products_kernel, x, x.table, factors[x.first], out)
         return _by_matrix(launches, norms, factors, 4)
 
-    def norms_of_lines(self, batches: Sequence[Batch], factors: Tensors, by_rows: Sequence[bool]) -> list[Tensor]:
+    def norms_of_lines(self, stack: MomentumStack, factors: Tensors, by_rows: bool) -> list[Tensor]:
         """Norms of parts of rows, (rows x tiles), or of columns, (tiles x columns)."""
         from megatron_eopt.kernels.triton_step import lines_kernel
 
-        lines = [_ROWS if of_rows else _COLUMNS for of_rows in by_rows]
+        lines = _ROWS if by_rows else _COLUMNS
         norms = [x.new_empty(x.shape if x.numel() == 0 else (0, 0), dtype=torch.float64) for x in factors]
-        for x in self._launches(lines_kernel, batches, factors, (), {}, lines=lines):
+        for x in self._launches(lines_kernel, stack, factors, (), {}, lines=lines):
             piece = x.pieces[0]
             down, across = x.grid
-            shape = (piece.rows, across) if x.constants["LINES"] == _ROWS else (down, piece.cols)
+            shape = (piece.rows, across) if by_rows else (down, piece.cols)
             out = norms[x.first].new_empty(len(x.pieces), *shape)
             launch(lines_kernel, x, x.table, factors[x.first], out)
             for of_matrix, some in zip(x.pieces, out.unbind(), strict=True):
                 norms[of_matrix.matrix] = some
         return norms
 
-    def subtract(
-        self, batches: Sequence[Batch], factors: Tensors, scales: Sequence[float | Tensor], divided: bool = False
-    ) -> None:
+    def subtract(self, stack: MomentumStack, factors: Tensors, scale: float | Tensor, divided: bool = False) -> None:
         """Decay weights, and subtract factors times scale and learning rate.
 
-        ``scales`` are one for each logical matrix: numbers, or tensors on the device, () or for its rows, (rows x 1),
-        or columns, (1 x columns). ``divided`` divides factors by ``sqrt(v) + eps`` of second moments before.
+        ``scale`` is that of all, or of each: (n,), of its rows (n x rows x 1) or of its columns (n x 1 x columns).
+        ``divided`` divides factors by ``sqrt(v) + eps`` of second moments before.
         """
         from megatron_eopt.kernels.triton_step import subtract_kernel
 
-        of_matrices = [scale for scale in scales if isinstance(scale, Tensor)]
-        joined = torch.cat([scale.view(-1) for scale in of_matrices]).float() if of_matrices else None
-        on_host = [scale for scale in scales if not isinstance(scale, Tensor)]
+        on_host = 1.0
+        lines = _WHOLE
+        joined: Tensor | None = None
+        if isinstance(scale, Tensor):
+            joined = scale.reshape(-1).float()
+            if scale.ndim > 1:
+                lines = _ROWS if scale.size(2) == 1 else _COLUMNS
+        else:
+            on_host = scale
         sides = ("moment", "weight") if divided else ("weight",)
         constants = {"SCALES_ON_DEVICE": joined is not None, "DIVIDED": divided, "ON_SPHERE": False}
-        lines = list(map(_lines, scales))
-        for x in self._launches(subtract_kernel, batches, factors, sides, constants, on_host, lines):
-            batch = batches[x.batch]
-            scale = float(x.scale) if joined is None else joined
-            eps = _float(batch.group["eps"]) if divided else 0.0
-            launch(subtract_kernel, x, _flag(batch), factors[x.first], *_rates(batch), scale, eps)
+        eps = _float(stack.group["eps"]) if divided else 0.0
+        of_factors = on_host if joined is None else joined
+        for x in self._launches(subtract_kernel, stack, factors, sides, constants, on_host, lines):
+            launch(subtract_kernel, x, _flag(stack), factors[x.first], *_rates(stack), of_factors, eps)
 
-    def rotate(self, batches: Sequence[Batch], factors: Tensors, coefficients: Tensor) -> None:
+    def rotate(self, stack: MomentumStack, factors: Tensors, coefficients: Tensor) -> None:
         """Apply :func:`~megatron_eopt.step.weight_step.move` with coefficients in fp32."""
         from megatron_eopt.kernels.triton_step import subtract_kernel
 
         constants = {"SCALES_ON_DEVICE": True, "DIVIDED": False, "ON_SPHERE": True}
-        for x in self._launches(subtract_kernel, batches, factors, ("weight",), constants):
-            launch(subtract_kernel, x, _flag(batches[x.batch]), factors[x.first], 0.0, 1.0, coefficients, 0.0)
-
-    def _readable(self, batch: Batch) -> Batch:
-        """The batch with gradients of dtypes and strides that kernels read."""
-        kinds = {(x.dtype, x.ndim) for x in batch.gradients}
-        if all(dtype in DTYPES and ndim == 2 for dtype, ndim in kinds):
-            return batch
-        gradients = []
-        for i, x in zip(batch.indices, batch.gradients, strict=True):
-            x = x if x.dtype in DTYPES else x.float()
-            read_as_matrix = x.ndim > 2 and not self._engine.rows(i).stacked
-            gradients.append(x.contiguous() if read_as_matrix else x)
-        return replace(batch, gradients=gradients)
+        for x in self._launches(subtract_kernel, stack, factors, ("weight",), constants):
+            launch(subtract_kernel, x, _flag(stack), factors[x.first], 0.0, 1.0, coefficients, 0.0)
 
     def _launches(
         self,
         kernel: Any,
-        batches: Sequence[Batch],
+        stack: MomentumStack,
         others: Tensors,
         sides: Sequence[str],
         constants: dict[str, bool],
-        scales: Sequence[float] = (),
-        lines: Sequence[int] = (),
+        scale: float = 1.0,
+        lines: int = _WHOLE,
     ) -> list[Launch]:
         """Launches for tensors called ``sides``, and for ``others``; without sides for whole matrices of these.
 
         ``lines`` say what of each matrix has a scale on the device, or a norm.
         """
-        indices = tuple([i for batch in batches for i in batch.indices])
-        seen: list[object] = [scales, lines]
-        for batch in batches:
-            tensors = list(chain(*(_tensors(batch, side) for side in sides)))
-            seen += [*map(address, tensors)], [*map(Tensor.stride, tensors)], [x.dtype for x in tensors]
-            seen.append([isinstance(x, Tensor) for x in (batch.lr, batch.weight_decay)])
-            seen.append((batch.nesterov, batch.decays, batch.modified))
+        tensors = {side: self._tensors(stack, side) for side in sides}
+        seen: list[object] = [scale, lines, stack.nesterov, stack.decays, stack.modified]
+        for some in tensors.values():
+            seen += [*map(address, some)], [*map(Tensor.stride, some)], [x.dtype for x in some]
+        seen.append([isinstance(x, Tensor) for x in (stack.lr, stack.weight_decay)])
         whole = others
         if isinstance(others, Rows):
             seen.append(others.rows)
             whole = []
-            for stack in others.stacks:
-                whole += [stack] if isinstance(stack, Tensor) else stack
+            for of_bucket in others.stacks:
+                whole += [of_bucket] if isinstance(of_bucket, Tensor) else of_bucket
         seen += stacks_of(whole), [(x.storage_offset(), x.stride(), x.dtype) for x in whole]
-        key = (kernel, indices, *sides, *constants.items())
+        key = (kernel, stack, *sides, *constants.items())
         known, launches = self._known.get(key, ([], []))
         if len(self._known) > _MOST_TABLES:  # where other parameters have gradients in each step
             self._known.clear()
         if known != seen:
-            launches = self._made(kernel, batches, others, stacks_of(others), sides, scales, lines, constants)
+            launches = self._made(kernel, stack, others, tensors, scale, lines, constants)
             self._known[key] = seen, launches
         return launches
 
     def _made(
         self,
         kernel: Any,
-        batches: Sequence[Batch],
+        stack: MomentumStack,
         others: Tensors,
-        stacks: Sequence[int],
-        sides: Sequence[str],
-        scales: Sequence[float],
-        lines: Sequence[int],
+        tensors: Mapping[str, Sequence[Tensor]],
+        scale: float,
+        lines: int,
         constants: dict[str, bool],
     ) -> list[Launch]:
-        of_device = list(map(_scales_of, others, lines)) if lines else [1] * len(others)
-        firsts = list(accumulate(of_device, initial=0))
+        memories = stacks_of(others)
+        first_scale = 0  # of the matrix
         alike: dict[tuple[Any, ...], list[Piece]] = {}
-        matrix = 0  # the first of the parameter
-        for number, batch in enumerate(batches):
-            for n, index in enumerate(batch.indices):
-                rows = self._engine.rows(index)
-                tensors = {side: _tensors(batch, side)[n] for side in sides}
-                dtypes = [batch.weights[n].dtype, *(x.dtype for x in tensors.values())]
-                for piece in _pieces(rows, n, tensors, others, matrix, firsts, lines):
-                    other = others[piece.matrix].dtype, stacks[piece.matrix]
-                    scale = scales[piece.matrix] if scales else 1.0
-                    of_lines = lines[piece.matrix] if lines else _WHOLE
-                    kind = (number, of_lines, scale, *dtypes, *other, piece.rows, piece.cols)
-                    alike.setdefault(kind, []).append(piece)
-                matrix += len(rows.runs)
-        launches = []
-        for (number, of_lines, scale, *_), pieces in alike.items():
-            batch = batches[number]
-            launches.append(_compiled(kernel, batch, number, pieces, others, sides, scale, of_lines, constants))
-        return launches
+        for n, member in enumerate(stack.members):
+            sides = {side: of_side[n] for side, of_side in tensors.items()}
+            other = others[n]
+            rows = self._engine.rows(member.index)
+            for piece in _pieces(rows, member.number, n, sides, other, first_scale, lines):
+                dtypes = [x.dtype for x in (*sides.values(), other)]
+                alike.setdefault((memories[n], *dtypes, piece.rows, piece.cols), []).append(piece)
+            first_scale += 1 if lines == _WHOLE else other.size(lines - 1)
+        return [_compiled(kernel, stack, some, others, tensors, scale, lines, constants) for some in alike.values()]
 
-
-def _tensors(batch: Batch, side: str) -> list[Tensor]:
-    """One tensor of each parameter, by what it is."""
-    if side == "gradient":
-        return batch.gradients
-    if side == "momentum":
-        return batch.momenta
-    if side == "moment":
-        return batch.states(MOMENT2_BUFFER)
-    if side == "previous":
-        return batch.states(PREVIOUS_GRADIENT)
-    return batch.weights
-
-
-def _lines(scale: float | Tensor) -> int:
-    """What of a matrix has a scale of its own."""
-    if not isinstance(scale, Tensor) or scale.ndim == 0:
-        return _WHOLE
-    return _ROWS if scale.size(1) == 1 else _COLUMNS
-
-
-def _scales_of(other: Tensor, lines: int) -> int:
-    """How many scales a matrix has."""
-    return 1 if lines == _WHOLE else other.size(lines - 1)
+    def _tensors(self, stack: MomentumStack, side: str) -> list[Tensor]:
+        """The tensor of each member's parameter, by what it is."""
+        if side != "gradient":
+            return stack.wholes(KEYS[side])
+        if READABLE not in stack.tensors:  # copies have to be there until kernels have read them
+            stack.tensors[READABLE] = []
+            for member, x in zip(stack.members, stack.wholes(GRADIENT), strict=True):
+                x = x if x.dtype in DTYPES else x.float()
+                read_as_matrix = x.ndim > 2 and not self._engine.rows(member.index).stacked
+                stack.tensors[READABLE].append(x.contiguous() if read_as_matrix else x)
+        return stack.tensors[READABLE]
 
 
 def _room(x: Launch, others: Tensors, wanted: int) -> Tensor:
@@ -394,41 +361,41 @@ def _joined(norms: list[Tensor], other: Tensor) -> Tensor:
 
 def _pieces(
     rows: LocalRows,
-    parameter: int,
+    number: int,
+    matrix: int,
     sides: Mapping[str, Tensor],
-    others: Tensors,
-    first_matrix: int,
-    firsts: Sequence[int],
-    lines: Sequence[int],
+    other: Tensor,
+    first_scale: int,
+    lines: int,
 ) -> Iterator[Piece]:
-    """Pieces of a parameter, whose tensors are ``sides``; without, its matrices of ``others``."""
-    for matrix, runs in enumerate(rows.runs, first_matrix):
-        other = others[matrix]
-        if not other.numel():
-            continue
-        start = int(other.storage_offset())
-        of_row, of_col = map(int, other.stride())
-        top = 0
-        for layer, first, count, step in runs if sides else [(0, 0, int(other.size(0)), 1)]:
-            places = dict.fromkeys(("gradient", "momentum", "weight", "moment", "previous"), (0, 0, 0))
-            for side, x in sides.items():
-                places[side] = _place(x, rows.stacked, rows.transposed, layer, first, step)
-            yield Piece(
-                count,
-                int(other.size(1)),
-                parameter,
-                *places["gradient"],
-                *places["momentum"],
-                *places["weight"],
-                start + top * of_row,
-                of_row,
-                of_col,
-                *places["moment"],
-                *places["previous"],
-                matrix,
-                firsts[matrix] + (top if lines and lines[matrix] == _ROWS else 0),
-            )
-            top += count
+    """Pieces of a parameter's logical matrix, that with this number, and of the stack.
+
+    ``sides`` are tensors of the parameter; without, the piece is the whole ``other``.
+    """
+    if not other.numel():
+        return
+    start = int(other.storage_offset())
+    of_row, of_col = map(int, other.stride())
+    top = 0
+    for layer, first, count, step in rows.runs[number] if sides else [(0, 0, int(other.size(0)), 1)]:
+        places = dict.fromkeys(KEYS, (0, 0, 0))
+        for side, x in sides.items():
+            places[side] = _place(x, rows.stacked, rows.transposed, layer, first, step)
+        yield Piece(
+            count,
+            int(other.size(1)),
+            *places["gradient"],
+            *places["momentum"],
+            *places["weight"],
+            start + top * of_row,
+            of_row,
+            of_col,
+            *places["moment"],
+            *places["previous"],
+            matrix,
+            first_scale + (top if lines == _ROWS else 0),
+        )
+        top += count
 
 
 def _place(
@@ -456,11 +423,10 @@ def _place(
 
 def _compiled(
     kernel: Any,
-    batch: Batch,
-    number: int,
+    stack: MomentumStack,
     pieces: list[Piece],
     others: Tensors,
-    sides: Sequence[str],
+    tensors: Mapping[str, Sequence[Tensor]],
     scale: float,
     lines: int,
     constants: dict[str, bool],
@@ -468,9 +434,9 @@ def _compiled(
     from megatron_eopt.kernels.triton_step import INTERPRETED, triton_dtype
 
     first = pieces[0].matrix
-    n = pieces[0].parameter
     start = int(others[first].storage_offset())
     pieces = [piece._replace(other=piece.other - start) for piece in pieces]
+    sides = list(tensors)
     lie = _lies(pieces, sides)
     others_lie = _lies(pieces, ("other",))
     starts = [getattr(piece, name) for piece in pieces for name in (*sides, "other", "cols")]
@@ -479,20 +445,21 @@ def _compiled(
     # norms of lines have as many tiles however a matrix lies, which statistics stack
     square = lie != _BY_ROWS or others_lie == _BY_COLUMNS or not sides
     width = _SQUARE if square else min(_WIDEST, _power(pieces[0].cols))
-    weight = batch.weights[n].dtype
-    l2 = batch.modified.decay_method == "l2"
+    weight = stack.wholes(WEIGHT)[first].dtype
+    momentum = stack.wholes(MOMENTUM_BUFFER)[first].dtype
+    l2 = stack.modified.decay_method == "l2"
     known: dict[str, Any] = constants | {
         "HEIGHT": min(_TILE // width, _power(pieces[0].rows)),
         "WIDTH": width,
         "PARAMETER": triton_dtype(weight),
-        "AVERAGE": triton_dtype(torch.promote_types(batch.momenta[n].dtype, weight)),
-        "L2": batch.decays and l2,
-        "DECAY_ON_DEVICE": isinstance(_float(batch.weight_decay), Tensor),
-        "NESTEROV": batch.nesterov,
-        "AT_RANDOM": batch.rounded,
-        "DECAYS": batch.decays and not l2,
-        "CAUTIOUS": batch.modified.cautious,
-        "RATES_ON_DEVICE": any(isinstance(x, Tensor) for x in _rates(batch)),
+        "AVERAGE": triton_dtype(torch.promote_types(momentum, weight)),
+        "L2": stack.decays and l2,
+        "DECAY_ON_DEVICE": isinstance(_float(stack.weight_decay), Tensor),
+        "NESTEROV": stack.nesterov,
+        "AT_RANDOM": stack.rounded,
+        "DECAYS": stack.decays and not l2,
+        "CAUTIOUS": stack.modified.cautious,
+        "RATES_ON_DEVICE": any(isinstance(x, Tensor) for x in _rates(stack)),
         "SCALED": scale != 1 or constants.get("SCALES_ON_DEVICE", False),
         "LINES": lines,
         "PREVIOUS": None,
@@ -502,10 +469,10 @@ def _compiled(
         "INTERPRETED": INTERPRETED,
     }
     for side in sides:
-        known[side.upper()] = triton_dtype(_tensors(batch, side)[n].dtype)
+        known[side.upper()] = triton_dtype(tensors[side][first].dtype)
     of_kernel = {name: known[name] for name in kernel.arg_names if name in known}
     table = on_device(torch.tensor(pieces, dtype=torch.int64), others[first].device)
-    return Launch(number, table, pieces, first, scale, of_kernel)
+    return Launch(table, pieces, first, scale, of_kernel)
 
 
 def _lies(pieces: Sequence[Piece], names: Sequence[str]) -> int:
@@ -536,10 +503,10 @@ def _float(x: Scalar) -> Scalar:
     return x.item() if x.device.type == "cpu" and not x.requires_grad else x.float()
 
 
-def _rates(batch: Batch) -> tuple[Scalar, Scalar]:
+def _rates(stack: MomentumStack) -> tuple[Scalar, Scalar]:
     """The learning rate, and what decay leaves of a weight."""
-    lr = batch.lr
-    kept = 1 - foreach.decay_power(batch.lr, batch.modified.decay_method) * batch.weight_decay
+    lr = stack.lr
+    kept = 1 - stack.decay
     tensors = [x for x in (lr, kept) if isinstance(x, Tensor) and x.device.type != "cpu"]
     if not tensors:
         return _float(lr), _float(kept)
@@ -547,8 +514,10 @@ def _rates(batch: Batch) -> tuple[Scalar, Scalar]:
     return both[0].float(), both[1].float()
 
 
-def _flag(batch: Batch) -> Tensor:
-    return torch.ones((), dtype=torch.bool, device=batch.weights[0].device) if batch.ok is None else batch.ok
+def _flag(stack: MomentumStack) -> Tensor:
+    if stack.ok is not None:
+        return stack.ok
+    return torch.ones((), dtype=torch.bool, device=stack.wholes(WEIGHT)[0].device)
 
 
 address = Tensor.data_ptr

@@ -1,4 +1,4 @@
-"""The mathematics of :mod:`~megatron_eopt.step.modifiers`, over lists of shards."""
+"""The mathematics of :mod:`~megatron_eopt.settings.modifiers`, over lists of shards."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -10,9 +10,9 @@ from megatron_eopt.orthogonalize.forms import nonzero
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.plan_records import Matrix
 from megatron_eopt.parallel.statistics import StatisticsRequest, norms_of
+from megatron_eopt.settings.modifiers import bound_of, matches, weight_norm_of
 from megatron_eopt.step import foreach
 from megatron_eopt.step.foreach import Tensors
-from megatron_eopt.step.modifiers import bound_of, matches, weight_norm_of
 
 
 def decay_cautiously(weights: Tensors, updates: Tensors, factor: Tensor) -> None:
@@ -100,24 +100,11 @@ def _stacks(
         yield xs, before, update, rows.view(*rows.shape, *[1] * before[0].ndim).unbind(1)
 
 
-def write_back(engine: Engine, indices: Sequence[int], weights: Tensors, shards: Tensors) -> None:
-    """Write shards of logical matrices to the weights of which they are copies."""
-    for weight, x in zip(weights, engine.merge(indices, shards), strict=True):
-        if weight is not x:
-            weight.copy_(x.view(weight.shape))
-
-
-def norms_of_shards(engine: Engine, indices: Sequence[int], shards: Tensors) -> Tensor:
-    """Norms in fp64 of the logical matrices of parameters, of which this rank has shards."""
-    [squares] = squares_of_shards(engine, indices, shards)
-    return squares.sqrt()
-
-
-def squares_of_shards(engine: Engine, indices: Sequence[int], *shards: Tensors) -> tuple[Tensor, ...]:
-    """Squared norms, as :func:`norms_of_shards`, for each list of shards; by one reduction."""
+def squares_of_shards(engine: Engine, matrices: Sequence[Matrix], *shards: Tensors) -> tuple[Tensor, ...]:
+    """Squared norms in fp64 of matrices, for each list of this rank's shards of them; by one reduction."""
     wanted = list[StatisticsRequest]()
     for xs in shards:
-        pairs = zip(engine.flat(indices), xs, strict=True)
+        pairs = zip(matrices, xs, strict=True)
         wanted += [StatisticsRequest(matrix=W, x=x, squared_norm=True) for W, x in pairs]
     return norms_of(engine.statistics(wanted)).chunk(len(shards))
 

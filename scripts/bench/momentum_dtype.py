@@ -42,9 +42,9 @@ TRAIN = "--rounded"  # the first argument of a process that trains
 
 def train(kind: str, beta: float, written: Path, flags: Sequence[str]) -> None:
     """Train in this process, and write down the errors of the momenta in the end."""
-    from megatron_eopt.step import step as step_file
+    from megatron_eopt.step import elementwise
 
-    store, errors, kept = step_file.store, dict[int, Tensor](), dict[int, Tensor]()
+    store, errors, kept = elementwise.store, dict[int, Tensor](), dict[int, Tensor]()
 
     def followed(momenta: Tensors, averages: Tensors, step: int) -> None:
         if kind == "nearest":
@@ -55,7 +55,7 @@ def train(kind: str, beta: float, written: Path, flags: Sequence[str]) -> None:
             kept[m.data_ptr()] = new = m.float()
             errors.setdefault(m.data_ptr(), torch.zeros_like(average)).mul_(beta).add_(new - average)
 
-    step_file.store = followed
+    elementwise.store = followed
     sys.argv = ["pretrain_gpt.py", *flags]
     runpy.run_path(str(ROOT / "examples" / "pretrain_gpt.py"), run_name="__main__")
     found = {}

@@ -105,9 +105,9 @@ def counted_step(
         session.engine = engine
         session.settled = optimizer._settled(engine)
         session.stepping = [True] * len(parameters)
-        batches = optimizer._batches(torch.empty((), dtype=torch.bool))
+        inputs = optimizer._inputs(torch.empty((), dtype=torch.bool))
         with torch.no_grad(), Allocations() as allocated:
-            optimizer._run(batches)
+            optimizer._run(inputs)
     assert allocated.bytes == 0, "all temporaries are given back"
     return optimizer.engine, allocated.peak
 

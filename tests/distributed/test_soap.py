@@ -7,11 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_eopt.factors import eigenbases
 from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.optimizers.soap import SOAP
 from megatron_eopt.orthogonalize.bases import by_products
 from megatron_eopt.parallel.collectives import counters
-from megatron_eopt.step import eigenbases, stacks
+from megatron_eopt.step import stacked
 from tests.distributed.layouts import PROGRAMS, TensorParallel, assert_as_one, found, set_gradients, trained
 from tests.distributed.ranks import run_ranks
 from tests.distributed.shards import counted, grid, groups_of, message_of, placed, shard, sharded
@@ -39,13 +40,13 @@ def without_gradients(program, layout, rank, names, as_on_a_gpu=False):
 
 def on_two(rank, ranks):
     program, results = PROGRAMS["soap"], {}
-    most = stacks.MOST_BYTES
+    most = stacked.MOST_BYTES
     results["first"] = trained(program, TWO, rank, range(1))[2]
     for name in ("soap", "psgd"):
-        stacks.MOST_BYTES = SMALL
+        stacked.MOST_BYTES = SMALL
         optimizer, parameters, calls = trained(PROGRAMS[name], TWO, rank)
         results["small", name] = found(optimizer, parameters, TWO, rank), calls["all_to_all"]
-        stacks.MOST_BYTES = most
+        stacked.MOST_BYTES = most
     with patch.object(eigenbases, "orthonormal_columns", by_products):  # as on a GPU
         optimizer, parameters, _ = trained(program, TWO, rank)
         results["by products"] = found(optimizer, parameters, TWO, rank)

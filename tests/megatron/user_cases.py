@@ -162,8 +162,8 @@ def update_twice():
 def skip_a_matrix():
     """Muon passes over its first parameter in silence."""
 
-    @replaced(TensorParallelMuon, "_batches")
-    def batches(real, self, *args, **kwargs):
+    @replaced(TensorParallelMuon, "_inputs")
+    def inputs(real, self, *args, **kwargs):
         stepping = [False, *self._stepping[1:]]
         with mock.patch.object(TensorParallelMuon, "_stepping", stepping):
             return real(self, *args, **kwargs)

@@ -12,7 +12,7 @@ from megatron_eopt.optimizers.soap import SOAP
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.parallel import statistics
 from megatron_eopt.step import foreach
-from megatron_eopt.step.step import Step
+from megatron_eopt.step.elementwise import Update, subtract
 from tests.distributed.test_statistics import allocations
 from tests.optimizers.family import build
 from tests.optimizers.field import assert_close, drawn, gradient, matrix, run
@@ -95,8 +95,10 @@ def test_a_weight_that_would_never_move_is_refused_before_anything_changes(name,
     assert not torch.equal(p, before)
 
 
-def step_of(optimizer):
-    return Step(optimizer._batches(torch.ones(1)), [0], [1.0], optimizer.engine)
+def subtracted(optimizer, factor):
+    chunk = optimizer._chunk_of([0], optimizer._inputs(None))
+    subtract({stack: Update([factor], 1.0) for stack in chunk.stacks}, chunk)
+    chunk.end()
 
 
 @torch.no_grad()
@@ -106,11 +108,10 @@ def test_a_large_matrix_moves_by_pieces(tmp_path, monkeypatch):
     run(whole, p, [0])
     run(cut, q, [0])
     update = drawn((150, 100), 1)
-    step_of(whole).subtract([update], [1.0])
+    subtracted(whole, update)
     for module in (foreach, statistics):
         monkeypatch.setattr(module, "MOST_BYTES", 2**14)  # of 60,000
-    step = step_of(cut)
-    bytes_of_each, _ = allocations(lambda: step.subtract([update], [1.0]), tmp_path / "trace.json")
+    bytes_of_each, _ = allocations(lambda: subtracted(cut, update), tmp_path / "trace.json")
     assert max(bytes_of_each) <= 2**14
     assert_close(q.detach(), p.detach().double(), 1e-6)
 

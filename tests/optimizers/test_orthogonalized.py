@@ -106,9 +106,9 @@ def test_no_size_is_stated_of_updates_that_a_users_function_makes(method, how):
     assert [each.rms for each in opt.described_matrices()[p]] == [None]
 
 
-def test_no_size_is_stated_of_updates_by_a_program_of_the_users():
+def test_no_size_is_stated_of_updates_by_a_rule_of_the_users():
     class Own(TensorParallelMuon):
-        def program(self, step):
-            return super().program(step)
+        def update(self, stack):
+            return super().update(stack)
 
     assert Own([matrix()]).predicted_rms(6, 4) is None

@@ -6,13 +6,13 @@ import launches
 import pytest
 import torch
 
+from megatron_eopt.factors import eigenbases
 from megatron_eopt.optimizers import dion
 from megatron_eopt.optimizers.dion import Dion
 from megatron_eopt.optimizers.shampoo import KLShampoo, Shampoo
 from megatron_eopt.optimizers.soap import SOAP
 from megatron_eopt.orthogonalize import bases
 from megatron_eopt.orthogonalize.bases import by_products
-from megatron_eopt.step import eigenbases
 from tests.optimizers.dions import reference
 from tests.optimizers.several import parameters, run, set_gradients
 

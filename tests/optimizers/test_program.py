@@ -1,4 +1,4 @@
-"""Muon's program, written out by a reader of its four lines."""
+"""What Muon's step does on a device and in memory."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_eopt import Execution, PolarGrad, TensorParallelAdaptiveMuon, TensorParallelMuon
-from megatron_eopt.step.step import scaled
+from megatron_eopt.step.elementwise import Update, scaled
 
 SHAPES = [(24, 16), (16, 40), (33, 12)]
 
@@ -29,7 +29,7 @@ def test_no_scale_is_copied_to_a_gpu(dtype):
     with FakeTensorMode():
         factors = [torch.empty(shape, dtype=dtype, device="cuda") for shape in SHAPES]
         with Names() as names:
-            scaled(factors, [0.5, 1.0, 0.5])
+            scaled(Update([factor], scale) for factor, scale in zip(factors, [0.5, 1.0, 0.5], strict=True))
     assert names.found == ["aten._foreach_mul_.Scalar"]
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_eopt import PSGDKron
-from megatron_eopt.optimizers.psgd_math import normals
+from megatron_eopt.factors.psgd_math import normals
 from tests.optimizers.field import assert_close, gradient, matrix, run
 from tests.optimizers.psgd_reference import steps_of
 

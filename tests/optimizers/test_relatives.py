@@ -232,3 +232,19 @@ def test_steps_with_a_rate_of_zero_leave_no_trace_before_the_first_and_change_mo
     assert torch.equal(p, before)
     changed = {key for key, x in state.items() if not torch.equal(optimizer.state[p][key], x)}
     assert changed == {"momentum_buffer", *(["previous_gradient"] if cls is MarsMuon else [])}
+
+
+def test_a_group_without_alignment_leaves_others_aligned():
+    def first_updates(*groups):
+        parameters = [torch.nn.Parameter(torch.zeros(6, 4)) for _ in groups]
+        optimizer = TensorParallelAdaptiveMuon(
+            [{"params": [p], **group} for p, group in zip(parameters, groups, strict=True)], lr=1.0, weight_decay=0.0
+        )
+        for p in parameters:
+            p.grad = gradient(p, 0)
+        optimizer.step()
+        return [p.detach() for p in parameters]
+
+    aligned, free = {"align_rms": True}, {"align_rms": False}
+    [alone] = first_updates(aligned)
+    assert torch.equal(first_updates(aligned, free)[0], alone)

@@ -28,6 +28,7 @@ from megatron_eopt.matrices import (
 )
 from megatron_eopt.optimizers.heavy_ball_muon import HeavyBallMuon
 from megatron_eopt.step import step_kernels
+from megatron_eopt.step.elementwise import Update
 from tests.distributed.ranks import run_ranks
 from tests.distributed.shards import cut, groups_of, placed, sharded
 from tests.optimizers.family import build, having
@@ -241,9 +242,9 @@ def test_a_rule_of_momenta_that_kernels_lack_is_refused_before_anything_changes(
         raise AssertionError("kernels do not call it")
 
     class Own(TensorParallelMuon):
-        def program(self, step):
-            step.decay()
-            step.subtract((yield step.momentum(sums)), step.scales)
+        def update(self, stack):
+            u = yield stack.momentum(sums)
+            return Update((yield stack.orthogonalize(u)), stack.scale)
 
     parameters = of_shapes()
     before = [p.detach().clone() for p in parameters]

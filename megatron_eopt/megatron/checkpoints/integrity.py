@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
 from torch import Tensor
 
+from megatron_eopt.checkpoints.checksum import checksum
 from megatron_eopt.checkpoints.contents import (
     METADATA,
     TRACKER,
@@ -38,7 +39,6 @@ from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.checkpoints.keys import sharded_tensors
 from megatron_eopt.megatron.consensus import from_rank_0, log_rank0, union
 from megatron_eopt.megatron.support.facts import primary_of
-from megatron_eopt.parallel.checksum import checksum
 from megatron_eopt.parallel.collectives import total
 from megatron_eopt.redirect import Original, around
 from megatron_eopt.registry import list_optimizers

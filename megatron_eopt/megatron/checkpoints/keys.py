@@ -22,7 +22,7 @@ from megatron_eopt.megatron.support.facts import on
 from megatron_eopt.redirect import Original, around
 from megatron_eopt.registry import list_optimizers, optimizer_class
 from megatron_eopt.routing import ParamPattern, rows
-from megatron_eopt.step.modifiers import OPTIONAL
+from megatron_eopt.settings.modifiers import OPTIONAL
 from megatron_eopt.step.state import MOMENTUM_BUFFER
 
 type Sharded = ShardedTensor | ShardedTensorFactory

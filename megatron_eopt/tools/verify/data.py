@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import torch
 
+from megatron_eopt.checkpoints.checksum import checksum
 from megatron_eopt.checkpoints.contents import Contents, SavedChunk, StoredTensor, read_blob
 from megatron_eopt.checkpoints.faults import Problem
 from megatron_eopt.checkpoints.sums import Sums
-from megatron_eopt.parallel.checksum import checksum
 from megatron_eopt.screen import progress
 from megatron_eopt.step.nonfinite import listed
 

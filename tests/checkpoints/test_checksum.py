@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_eopt.parallel.checksum import checksum
+from megatron_eopt.checkpoints.checksum import checksum
 
 WORD = 2**64
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8]

@@ -7,9 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
-from megatron_eopt.orthogonalize.scale import muon_scale_factor
-from megatron_eopt.step.eigenbases import (
+from megatron_eopt.factors.eigenbases import (
     eigenbasis,
     eigenvalues,
     in_order,
@@ -18,10 +16,12 @@ from megatron_eopt.step.eigenbases import (
     turned,
     whitened,
 )
-from megatron_eopt.step.factored import Side, follow, gram
+from megatron_eopt.factors.factored import Side, follow, gram
+from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
+from megatron_eopt.orthogonalize.scale import muon_scale_factor
 from megatron_eopt.step.foreach import copy_where, where
 from megatron_eopt.step.nonfinite import LARGEST_NORM, Flag
-from megatron_eopt.step.stacks import refreshes
+from megatron_eopt.step.stacked import refreshes
 
 SortBases = Literal["before", "after"]
 

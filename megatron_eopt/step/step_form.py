@@ -7,14 +7,14 @@ import torch
 
 from megatron_eopt.kernels.choice import fast_triton, triton_missing
 from megatron_eopt.matrices import declared_split
-from megatron_eopt.optimizers.orthogonalized import OrthogonalizedOptimizer
+from megatron_eopt.settings.modifiers import by_torch
 from megatron_eopt.settings.records import StepForm
-from megatron_eopt.step.modifiers import by_torch
+from megatron_eopt.step.base import BaseOptimizer
 from megatron_eopt.step.parameters import local
 from megatron_eopt.step.step_kernels import DTYPES
 
 
-def step_form(optimizer: OrthogonalizedOptimizer, device: torch.device) -> tuple[StepForm, str]:
+def step_form(optimizer: BaseOptimizer, device: torch.device) -> tuple[StepForm, str]:
     """The form that is named, or that of the rule, and why.
 
     Raises ``ValueError`` if kernels are named and cannot serve.
@@ -31,7 +31,7 @@ def step_form(optimizer: OrthogonalizedOptimizer, device: torch.device) -> tuple
     return ("triton", "measured to be faster") if reason is None else ("torch", reason)
 
 
-def reason_against(optimizer: OrthogonalizedOptimizer) -> str | None:
+def reason_against(optimizer: BaseOptimizer) -> str | None:
     """Why kernels cannot serve Muon's parameters and settings, or None."""
     modified = _modified(optimizer)
     if modified:
@@ -48,7 +48,7 @@ def reason_against(optimizer: OrthogonalizedOptimizer) -> str | None:
     return None
 
 
-def _modified(optimizer: OrthogonalizedOptimizer) -> str:
+def _modified(optimizer: BaseOptimizer) -> str:
     """What of the groups' modifiers kernels do not do; empty if they serve."""
     groups = optimizer.param_groups
     wanted = sorted(filter(None, map(by_torch, groups)))

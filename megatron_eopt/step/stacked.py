@@ -1,0 +1,323 @@
+"""Optimizers that step stacks, and deal the matrices that they need whole to ranks.
+
+A chunk of bounded size steps at a time. Where an optimizer needs whole matrices, shards of cut ones go to their compute
+ranks, which alone have the further state of a matrix, and come back, by one collective of the chunk each way.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import replace
+from itertools import chain
+from math import prod
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from megatron_eopt.parallel.chunks import ParamSpec
+from megatron_eopt.parallel.engine import Engine
+from megatron_eopt.parallel.layout import Layout
+from megatron_eopt.parallel.plan_records import Matrix, grouped
+from megatron_eopt.parallel.scheduler import Program, rounds
+from megatron_eopt.parallel.workspace import IN_FLIGHT
+from megatron_eopt.settings.modifiers import RADIUS
+from megatron_eopt.step.base import BaseOptimizer
+from megatron_eopt.step.foreach import where
+from megatron_eopt.step.nonfinite import Flag
+from megatron_eopt.step.parameters import DescribedMatrix, check_matrix, check_shard, names_of_last
+from megatron_eopt.step.stacks import (
+    WEIGHT,
+    Chunk,
+    Inputs,
+    MatrixPlan,
+    Member,
+    Rule,
+    Stack,
+    gradients_of,
+    lockstep,
+    wide,
+)
+from megatron_eopt.step.weight_step import on_spheres, squares_and_products
+
+CLOCK = "clock"  # setting of a group: steps of the optimizer so far, by which factors are worked on again
+EXP_AVG = "exp_avg"
+
+MOST_BYTES = 2**28  # of a stack of equal matrices, and of what is gathered at once, where one is not larger
+
+Loads = Counter[int | str | None]  # bytes by compute rank, and under ALL_RANKS those of every rank
+ALL_RANKS = "held"
+
+
+class StackedOptimizer(BaseOptimizer):
+    """Optimizers that step equal logical matrices as stacks.
+
+    A subclass makes the update of a stack (:meth:`update`). Where that gathers whole matrices, these are dealt to
+    compute ranks by costs, which follow from the setting ``max_dim`` of groups, the longest side that has a factor.
+    """
+
+    takes: ClassVar[Literal["matrices", "matrices and vectors"]] = "matrices"
+
+    _plans: dict[Tensor, list[MatrixPlan]] | None = None
+    _updated: int = 0
+
+    def update(self, stack: Stack) -> Rule:
+        """An optimizer's algorithm; None while it makes factors alone."""
+        raise NotImplementedError
+
+    @property
+    def matrices_updated(self) -> int:
+        """Also counts matrices without a factor."""
+        return self._updated
+
+    def described_matrices(self, settled: bool = True) -> dict[Tensor, list[DescribedMatrix]]:
+        """The logical matrices of each parameter that is no vector."""
+        described: dict[Tensor, list[DescribedMatrix]] = {}
+        for parameter in self._parameters():
+            if parameter.ndim > 1:
+                names = self.split_of(parameter).names(self.layout(parameter).shape[0])
+                pairs = zip(names, self._planned(parameter), strict=True)
+                described[parameter] = [self._describe(name, plan, parameter) for name, plan in pairs]
+        return described
+
+    def _describe(self, name: str, plan: MatrixPlan, parameter: Tensor) -> DescribedMatrix:
+        if plan.layout.sharded:
+            scheme = "duplicated" if plan.compute_rank is None else "owner"
+        else:
+            scheme = "local" if plan.compute_rank is None else "share"
+        return DescribedMatrix(name, plan.layout.shape, scheme, 1.0, None)
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        """Refuse parameters of the last group, and begin its clock."""
+        name = type(self).__name__
+        names = names_of_last(self.param_groups)
+        indices = names_of_last(self.param_groups, shapes=False)
+        for parameter, called, index in zip(group["params"], names, indices, strict=True):
+            is_matrix = parameter.ndim > 1 or self.takes == "matrices"
+            if is_matrix:
+                check_matrix(name, parameter, f"takes {self.takes}, but {index}")
+            self.layout(parameter)
+            if is_matrix:
+                self._check_split(parameter)
+                check_shard(parameter, self.pg_collection, called)
+        if CLOCK in self.persistent_group_keys:
+            group.setdefault(CLOCK, 0)
+
+    def _described(self, name: str, parameter: Tensor) -> ParamSpec:
+        spec = super()._described(name, parameter)
+        return replace(spec, dtype=wide(parameter), layout=self.layout(parameter), split=self.split_of(parameter))
+
+    def _plan(self, end: str, layout: Layout, longest: int) -> MatrixPlan:
+        """The plan of a matrix, whose sides have a factor up to a length."""
+        rows, cols = layout.shape
+        has_factor = (0 < rows <= longest and cols > 0, 0 < cols <= longest and rows > 0)
+        plan = MatrixPlan(end, layout, has_factor, 0)
+        for length in plan.factor_lengths:
+            plan.cost += 4 * length * (length**2 + rows * cols)  # cubes of sides, and products with them
+        return plan
+
+    def _planned(self, parameter: Tensor) -> list[MatrixPlan]:
+        """Plans of a parameter's matrices; a new group changes no other's compute ranks."""
+        if self._plans is not None and parameter in self._plans:
+            return self._plans[parameter]
+        self._plans = {}
+        loads: dict[str, list[int]] = {}
+        for group in self.param_groups:
+            to_deal = list[MatrixPlan]()
+            for p in group["params"]:
+                longest = group.get("max_dim", 0) if p.ndim > 1 else 0
+                pairs = zip(self.key_ends(p), self.matrix_layouts(p), strict=True)
+                plans = [self._plan(end, layout, longest) for end, layout in pairs]
+                self._plans[p] = plans
+                if not isinstance(p, DTensor):
+                    to_deal += [plan for plan in plans if plan.gathered]
+            for plan in sorted(to_deal, key=lambda plan: -plan.cost):
+                load = loads.setdefault(plan.layout.label, [0] * plan.layout.ranks)
+                plan.compute_rank = load.index(min(load))
+                load[plan.compute_rank] += plan.cost
+        return self._plans[parameter]
+
+    def skips_first_update(self, group: Mapping[str, Any]) -> bool:
+        """Whether the first gradient makes factors alone."""
+        return False
+
+    def _advances_clock(self, group: Mapping[str, Any]) -> bool:
+        """Whether the step counts for the clock of a group."""
+        return True
+
+    def _steps_of(self, ok: Flag) -> dict[int, bool]:
+        """Which parameters step, by their indices, and whether factors of theirs are to be made.
+
+        Creates what their state lacks.
+        """
+        settled = self._session.settled
+        parameters = self._parameters()
+        if settled.state_keys is None:
+            settled.state_keys = [{tensor.key for tensor in self.state_tensors(p)} for p in parameters]
+        steps = {i: False for i, has_gradient in enumerate(self._stepping) if has_gradient}
+        for i in steps:
+            if not self.state[parameters[i]].keys() >= settled.state_keys[i]:
+                self._states.of(parameters[i])
+        return steps
+
+    def _together(self, parameter: Tensor) -> tuple[Any, ...]:
+        """What parameters of one chunk have in common; chunks go in this order."""
+        return self._planned(parameter)[0].layout.label, str(parameter.dtype)
+
+    def _entries(self, plan: MatrixPlan) -> int:
+        """How many a matrix takes in a chunk on its compute rank."""
+        if not plan.cost:
+            return max(shard.numel for shard in plan.layout.rectangles)
+        # gradient and moments come together; a factor may be larger
+        return max([3 * prod(plan.layout.shape), *(length**2 for length in plan.factor_lengths)])
+
+    def _loads(self, members: Sequence[Member]) -> Loads:
+        """Bytes of matrices in a chunk."""
+        loads = Loads()
+        for member in members:
+            itemsize = wide(member.parameter).itemsize
+            plan = member.plan
+            assert plan is not None, "matrices are dealt"
+            loads[plan.compute_rank] += itemsize * self._entries(plan)
+            # shards are on every rank, before and after the compute rank has a matrix whole
+            loads[ALL_RANKS] += itemsize * 3 * max(shard.numel for shard in plan.layout.rectangles)
+        return loads
+
+    def _fits(self, loads: Loads) -> bool:
+        """Whether a chunk has room for them."""
+        # where each rank holds a copy of each matrix, all copies of a chunk are there at once
+        return all(
+            load <= (self.execution.workspace // IN_FLIGHT if key == ALL_RANKS else MOST_BYTES)
+            for key, load in loads.items()
+        )
+
+    def _divided(self, members: Sequence[Member]) -> list[list[list[Member]]]:
+        """Matrices by chunks of bounded size, listed by what goes together."""
+        together = grouped(members, lambda member: self._together(member.parameter))
+        divided = []
+        for _, some in sorted(together.items()):
+            chunks: list[list[Member]] = [[]]
+            loads = Loads()
+            for alike in grouped(some, lambda member: member.kind).values():
+                units = [(alike, self._loads(alike))]
+                if not self._fits(units[0][1]):  # where it has room it is not cut, for half the launches
+                    units = [([member], self._loads([member])) for member in alike]
+                for unit, of_unit in units:
+                    if chunks[-1] and not self._fits(loads + of_unit):
+                        chunks.append([])
+                        loads.clear()
+                    loads += of_unit
+                    chunks[-1] += unit
+            divided.append(chunks)
+        return divided
+
+    def _members(self, steps: Iterable[int], first: Set[int]) -> list[Member]:
+        """The matrices of parameters that step; of those in ``first`` factors are to be made."""
+        steps = set(steps)
+        members = []
+        index = 0
+        for group, of_group in enumerate(self.param_groups):
+            for p in of_group["params"]:
+                if index in steps:
+                    of_parameter = group, index in first, p.dtype, min(p.ndim, 2)
+                    for number, plan in enumerate(self._planned(p)):
+                        kind = of_parameter, plan.has_factor, plan.layout.shape, plan.layout.rectangles
+                        members.append(Member(p, group, index, number, plan.end, kind, plan))
+                index += 1
+        return members
+
+    def _chunks(self, steps: Mapping[int, bool], ok: Flag) -> list[list[Chunk[Stack]]]:
+        """Chunks of stacks in a step, made anew where other parameters step."""
+        settled = self._session.settled
+        first = {index for index, begins in steps.items() if begins}
+        if len(first) == len(steps):
+            first = set()  # which are alike, too
+        made_for = list(steps), first
+        if settled.chunks is None or settled.chunks[0] != made_for:
+            divided = self._divided(self._members(steps, first))
+            chunks = [[Chunk(self, self.engine, members, Stack) for members in together] for together in divided]
+            settled.chunks = made_for, chunks
+        inputs = Inputs(self.param_groups, gradients_of(self._parameters(), steps), ok)
+        for chunk in chain(*settled.chunks[1]):
+            chunk.begin(inputs)
+            for stack in chunk.stacks:
+                stack.first = steps[stack.members[0].index]
+                stack.moves = not (stack.first and any(stack.has_factor) and self.skips_first_update(stack.group))
+        return settled.chunks[1]
+
+    def _take(self, ok: Flag) -> None:
+        steps = self._steps_of(ok)
+        self._session.changing = True
+        for group in self.param_groups:
+            if CLOCK in group:
+                group[CLOCK] += self._advances_clock(group)
+        chunks = self._chunks(steps, ok)
+        self._run(chunks)
+        for chunk in chain(*chunks):
+            self._updated += sum(len(stack.members) for stack in chunk.stacks if stack.ndim > 2)
+
+    def _run(self, chunks: Sequence[Sequence[Chunk[Stack]]]) -> None:
+        """Step chunks of stacks."""
+        for together in chunks:
+            for _ in rounds(map(self._worked, together)):
+                pass
+
+    def _worked(self, chunk: Chunk[Stack]) -> Program:
+        """One chunk's step."""
+        made = yield from lockstep([(stack, self.update(stack)) for stack in chunk.stacks])
+        updates = {stack: update for stack, update in made.items() if update is not None}
+        subtract(updates, chunk.engine)  # W <- (1 - lr weight_decay) W - lr U
+        chunk.end()
+
+
+def first_moment(stack: Stack, beta: float) -> tuple[Tensor, Tensor]:
+    """Gradients as a stack, zero if not ``ok``, and first moments that follow them."""
+    gradient = stack.gradient
+    momentum = stack.state(EXP_AVG)
+    if stack.moves:
+        momentum = torch.lerp(momentum, where(stack.ok, gradient, momentum), 1 - beta)
+        stack.keep(EXP_AVG, momentum)
+    return gradient, momentum
+
+
+def refreshes(settings: Mapping[str, Any]) -> bool:
+    """Whether factors are worked on again in this step, counted from the first as SOAP's authors do."""
+    return bool((settings[CLOCK] - 1) % settings["precondition_frequency"] == 0)
+
+
+def subtract(updates: Mapping[Stack, Tensor], engine: Engine) -> None:
+    """Subtract updates of stacks from their weights."""
+    held = [(stack, update) for stack, update in updates.items() if stack.holds]
+    on_spheres = steps_on_spheres(held, engine) if held else {}
+    for stack, update in updates.items():
+        weights = stack.state(WEIGHT)
+        moved = weights.to(update.dtype) * (1 - stack.decay)
+        if stack in on_spheres:
+            moves, step, resize = on_spheres[stack]
+            moved = (moved - update * step.to(update.dtype)) * resize.to(update.dtype)
+            moved = torch.where(moves > 0, moved, weights.to(moved.dtype))
+        else:
+            moved = moved - update * stack.group["lr"]
+        stack.keep(WEIGHT, where(stack.ok, moved.to(weights.dtype), weights))
+
+
+def steps_on_spheres(held: Sequence[tuple[Stack, Tensor]], engine: Engine) -> dict[Stack, tuple[Tensor, ...]]:
+    """Coefficients of updates that hold norms, by one reduction; the weights decay before."""
+    matrices = list[Matrix]()
+    weights = list[Tensor]()
+    updates = list[Tensor]()
+    for stack, update in held:
+        matrices += [stack.matrix] * len(stack.members)
+        weights += stack.shards(WEIGHT)
+        updates += update.unbind()
+    squares, inner = squares_and_products(engine, matrices, weights, updates)
+    counts = [len(stack.members) for stack, _ in held]
+    of_stacks = zip(held, squares.split(counts, 1), inner.split(counts), strict=True)
+    steps = {}
+    for (stack, _), (of_weights, of_updates), products in of_stacks:
+        kept = 1 - stack.decay
+        radii = torch.stack(stack.of_each(RADIUS))
+        measured = torch.stack([of_weights * kept**2, of_updates])
+        coefficients = on_spheres(measured, products * kept, radii, radii * stack.group["lr"])
+        steps[stack] = tuple(x.view(-1, 1, 1) for x in coefficients.unbind(1))
+    return steps

@@ -22,7 +22,9 @@ import torch
 from torch import serialization
 from torch.distributed.checkpoint import filesystem, metadata
 
-_FORCED = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # torch's: also where a caller says weights_only=False, as DCP does
+# torch's variables: loads are safe, or are not, whatever the caller says. DCP asks for weights_only=False.
+_SAFE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+_NOT_SAFE = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 readings: list[tuple[str, ...]] = []  # what is trusted, by each :func:`reading` around
 
 
@@ -98,16 +100,16 @@ _DTYPES = {str(value) for value in vars(torch).values() if isinstance(value, tor
 def reading(*trusted: str) -> Iterator[None]:
     """Within, torch's reader and this module call what the short list has, and what is trusted."""
     readings.append(tuple(filter(None, trusted)))
-    forced = os.environ.pop(_FORCED, None)
+    forced = {name: os.environ.pop(name) for name in (_SAFE, _NOT_SAFE) if name in os.environ}
     registered = serialization.get_safe_globals()
     serialization.clear_safe_globals()
     try:
-        os.environ[_FORCED] = "1"
+        os.environ[_SAFE] = "1"
         with serialization.safe_globals(list(_allowed())):
             yield
     finally:
-        os.environ.pop(_FORCED, None)
-        os.environ.update({} if forced is None else {_FORCED: forced})
+        os.environ.pop(_SAFE, None)
+        os.environ.update(forced)
         serialization.add_safe_globals(registered)
         readings.pop()
 

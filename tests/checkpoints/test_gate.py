@@ -366,6 +366,19 @@ def test_a_run_refuses_without_any_look_before(tmp_path, redirected, place):
     assert os.environ.get("TORCH_FORCE_WEIGHTS_ONLY_LOAD") is None
 
 
+@pytest.mark.parametrize("forced", ["TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"])
+def test_what_the_environment_says_of_loads_is_put_aside(tmp_path, redirected, monkeypatch, forced):
+    monkeypatch.setenv(forced, "1")
+    sound = save(tmp_path / "sound")
+    harmful = with_code(tmp_path / "harmful", "object of a rank", Call(posix.mkdir, (str(tmp_path / "mark"),)))
+    with gate.reading():
+        assert resumed(sound) == {"seed": 1}
+        with pytest.raises(dcp.api.CheckpointException, match="mkdir"):
+            resumed(harmful, "rerun_state_machine_state/shard_1_2")
+    assert not (tmp_path / "mark").exists()
+    assert {name: os.environ[name] for name in os.environ if "WEIGHTS_ONLY" in name} == {forced: "1"}
+
+
 def test_an_archive_that_torch_reads_otherwise(tmp_path, redirected):
     """In its own reader, the name in the Unicode field does not count."""
     code = pickle.dumps(Call(exec, (f"open({str(tmp_path / 'mark')!r}, 'w')",)), 2)

@@ -195,11 +195,6 @@ def reason(error: Exception) -> str:
     return f"cannot be loaded ({type(error).__name__}: {said.partition(chr(10))[0]})"
 
 
-def is_legacy(folder: Path) -> bool:
-    """Whether a folder is in Megatron's old torch format."""
-    return any(e.name.startswith("mp_rank_") or e.name.endswith("model_optim_rng.pt") for e in folder.iterdir())
-
-
 def _chunk(stored: Metadata, key: str, offsets: torch.Size | None = None, sizes: Iterable[int] = ()) -> SavedChunk:
     at = stored.storage_data[MetadataIndex(key, offsets)]
     if at.transform_descriptors:

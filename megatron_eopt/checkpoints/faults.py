@@ -1,4 +1,4 @@
-"""What keeps a run from loading a checkpoint: files and pickles."""
+"""What is wrong with the files and pickles of a checkpoint."""
 
 from collections import defaultdict
 from collections.abc import Iterator

@@ -143,9 +143,8 @@ def _of_training() -> list[Redirection]:
     import megatron.training.checkpointing as checkpointing
     import megatron.training.training as training
 
-    refused = "a checkpoint that is not whole is refused with its reason, whatever is damaged"
+    named = "pickles call nothing that is not trusted, and no rank waits for a pipe"
     apart = "layers whose parameters have different optimizers cannot be stacked into one tensor"
-    empty = "a save that was killed while it wrote the tracker file leaves it empty, and Megatron exits with status 0"
     in_place = (
         "what is no tensor of an optimizer has to be loaded too, which Megatron leaves out under torch FSDP2; and each "
         "group keeps its own rate, where Megatron 0.20 sets all to --lr for --override-opt-param-scheduler"
@@ -158,15 +157,14 @@ def _of_training() -> list[Redirection]:
         "begins with random weights is refused before there is a model"
     )
     clipped = "QK-clip in every kind of layer and attention, and with negative logits"
-    named = "Megatron prepares Adam's state alone for fsdp_dtensor, and finds no weights of a model in fp32"
+    prepared = "Megatron prepares Adam's state alone for fsdp_dtensor, and finds no weights of a model in fp32"
     at_average = "Schedule-Free's average of the weights is what is evaluated"
     return [
         without_makefile(),
-        Redirection(checkpointing, "_load_base_checkpoint", integrity.checked_base, refused),
+        Redirection(checkpointing, "_load_base_checkpoint", integrity.checked_base, named),
         Redirection(checkpointing, "generate_state_dict", keys.name_layers, apart),
-        Redirection(checkpointing, "preprocess_fsdp_dtensor_state_dict", fsdp_dtensor.prepared, named),
+        Redirection(checkpointing, "preprocess_fsdp_dtensor_state_dict", fsdp_dtensor.prepared, prepared),
         Redirection(checkpointing, "load_checkpoint", loading.with_optimizer, in_place),
-        Redirection(checkpointing, "read_metadata", integrity.checked_tracker, empty),
         Redirection(parsing, "add_megatron_arguments", amended, parsed),
         Redirection(parsing, "validate_args", command_line.validated, fsdp),
         Redirection(training, "evaluate", evaluated_at_average, at_average),

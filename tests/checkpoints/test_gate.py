@@ -348,8 +348,8 @@ def resumed(folder, key="rng_state/shard_0_1"):
 
 
 @pytest.mark.parametrize("place", ["metadata", "object of a rank"])
-def test_a_run_refuses_without_any_look_before(tmp_path, redirected, place):
-    """What was put there after the look, as well; outside of the scope, torch loads as ever."""
+def test_a_run_refuses_where_it_reads(tmp_path, redirected, place):
+    """Outside of the scope, torch loads as ever."""
     mark = tmp_path / "mark"
     folder = with_code(tmp_path / "checkpoint", place, Call(exec, (f"open({str(mark)!r}, 'w')",)))
     key = "rerun_state_machine_state/shard_1_2" if place != "metadata" else "rng_state/shard_0_1"

@@ -1,4 +1,4 @@
-"""Whether what is loaded is what was saved: whole files without harmful pickles, and tensors with their checksums.
+"""Whether what is loaded is what was saved: no harmful pickles, and tensors with their checksums.
 
 torch reads its archives without looking at their CRC, so a byte that changed on a disk would be trained with. Checksums
 of global tensors are sums over shards, and can be compared at another number of ranks.
@@ -8,14 +8,16 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_eopt.checkpoints.checksum import checksum
 from megatron_eopt.checkpoints.contents import (
@@ -24,28 +26,20 @@ from megatron_eopt.checkpoints.contents import (
     CheckpointError,
     Contents,
     StoredTensor,
-    is_legacy,
     load_metadata,
     newest,
     read_contents,
-    read_layout,
-    read_text,
 )
-from megatron_eopt.checkpoints.faults import check_extra_states, check_files, check_pickles
+from megatron_eopt.checkpoints.faults import check_extra_states
 from megatron_eopt.checkpoints.gate import reading, readings
 from megatron_eopt.checkpoints.states import BLOCK, holding
 from megatron_eopt.checkpoints.sums import CHECKSUMS, Sums
-from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.checkpoints.keys import sharded_tensors
 from megatron_eopt.megatron.consensus import from_rank_0, log_rank0, union
 from megatron_eopt.megatron.support.facts import primary_of
 from megatron_eopt.parallel.collectives import total
 from megatron_eopt.redirect import Original, around
 from megatron_eopt.registry import list_optimizers
-from megatron_eopt.screen import printable
-
-# Reading takes seconds for each hundred thousand chunks: what a run reads before its build is kept until the load.
-contents_of = lru_cache(maxsize=1)(read_contents)
 
 
 def _is_our_run(args: Any) -> bool:
@@ -58,14 +52,23 @@ def _reading(args: Any) -> AbstractContextManager[None]:
 
 @around
 def checked_base(load_base: Original, load_dir: Any, args: Any, rank0: bool = False, *rest: Any, **kwargs: Any) -> Any:
-    """Replaces ``_load_base_checkpoint``: refuses damage and pickles with foreign names."""
+    """Replaces ``_load_base_checkpoint``: refuses pipes, and pickles with foreign names."""
     if not _is_our_run(args):
         return load_base(load_dir, args, rank0, *rest, **kwargs)
-    with _reading(args):
-        if rank0 and load_dir is not None:
-            _refuse_damage(Path(load_dir), args)
-        base = load_base(load_dir, args, rank0, *rest, **kwargs)
-        check_extra_states(base[0])
+    if rank0 and load_dir is not None:
+        for folder, step in _loaded(Path(load_dir), args):
+            find = partial(refuse_pipes, folder, step)
+            from_rank_0(find) if dist.is_initialized() else find()
+    try:
+        with _reading(args):
+            base = load_base(load_dir, args, rank0, *rest, **kwargs)
+            check_extra_states(base[0])
+    except (CheckpointException, UnpicklingError) as error:  # which says neither file nor flag
+        error.add_note(
+            f"`megatron-eopt verify-checkpoint {load_dir}` says which files are damaged, and which names of pickles a "
+            f"load needs in --trust-checkpoint-globals. Or load another checkpoint by --ckpt-step"
+        )
+        raise
     return base
 
 
@@ -77,87 +80,31 @@ def gated_metadata(read: Original, reader: Any, *args: Any, **kwargs: Any) -> An
     return load_metadata(reader.path / METADATA)
 
 
-def _refuse_damage(load_dir: Path, args: Any) -> None:
-    folders: list[tuple[Path, int | None]] = [(load_dir, getattr(args, "ckpt_step", None))]
+def _loaded(load_dir: Path, args: Any) -> Iterator[tuple[Path, int | None]]:
+    """The folders from which Megatron loads, with the iteration that a flag names."""
+    yield load_dir, getattr(args, "ckpt_step", None)
     if getattr(args, "non_persistent_ckpt_type", None) == "global":
-        folders.append((Path(args.non_persistent_global_ckpt_dir or load_dir / "non_persistent"), None))
-    for folder, step in folders:
-        find = partial(damage_of_resumed, folder, step, args.ckpt_format)
-        problem = from_rank_0(find) if dist.is_initialized() else find()
-        if problem:
-            raise CheckpointError(printable(problem))
+        yield Path(args.non_persistent_global_ckpt_dir or load_dir / "non_persistent"), None
 
 
-@around
-def checked_tracker(read_metadata: Original, tracker_filename: str) -> Any:
-    """Replaces ``read_metadata``: an empty tracker file means the newest checkpoint."""
-    file = Path(tracker_filename)
-    iteration = None
-    args = releases.training_args()
-    if _is_our_run(args) and args.ckpt_format == "torch_dist" and dist.is_initialized():
-        with _reading(args):
-            iteration = from_rank_0(lambda: None if read_text(file) else _newest_whole(file.parent))
-    if iteration is None:
-        return read_metadata(tracker_filename)
-    log_rank0(
-        f"{file} is empty, as a save leaves it that was killed while it wrote there; the newest checkpoint that is "
-        f"whole is of iteration {iteration}"
-    )
-    return iteration, False
-
-
-def _newest_whole(folder: Path) -> int | None:
-    names = [path.name.removeprefix("iter_") for path in folder.glob("iter_*")]
-    for step in sorted((int(name) for name in names if name.isdecimal()), reverse=True):
-        if damage_of_resumed(folder, step) is None:
-            return step
-    return None
+def refuse_pipes(folder: Path, step: int | None) -> None:
+    """Refuse a checkpoint with a file for whose end a reader would wait for ever."""
+    path = resumed(folder, step)
+    for file in path.rglob("*") if path is not None else ():
+        if file.exists() and not file.is_file() and not file.is_dir():
+            raise CheckpointError(f"{file} is no regular file: take another checkpoint, or a copy")
 
 
 def resumed(folder: Path, step: int | None) -> Path | None:
     """The checkpoint that Megatron will take, if there is one."""
     if step:
         return folder / f"iter_{step:07d}"
-    tracker = folder / TRACKER
-    return newest(folder) if tracker.exists() and read_text(tracker) else None
-
-
-def damage_of_resumed(folder: Path, step: int | None, ckpt_format: str = "torch_dist") -> str | None:
-    """What is wrong with the files that Megatron will read."""
-    try:
-        path = resumed(folder, step)
-        return None if path is None else _damage_of(path, ckpt_format)
-    except Exception as error:  # what is damaged or hostile raises anything
-        return str(error)
-
-
-def _damage_of(path: Path, ckpt_format: str) -> str | None:
-    legacy = path.is_dir() and is_legacy(path)
-    if legacy or ckpt_format != "torch_dist":  # whose files are not all read here
-        for file in path.rglob("*"):
-            if file.exists() and not file.is_file() and not file.is_dir():
-                return f"{file} is no regular file: take another checkpoint, or a copy"
-    if legacy:
-        return None
-    contents = _whole(path) if ckpt_format == "torch_dist" else read_layout(path)
-    if ckpt_format == "torch_dist" and not dist.is_initialized():  # Megatron reads arguments only
-        contents = replace(contents, blobs={})
-    for problem in check_pickles(contents):
-        return f"{path}: {problem.what}. {problem.advice}"
-    return None
-
-
-def _whole(folder: Path) -> Contents:
-    """What a checkpoint says that it holds, if its files have that."""
-    contents = contents_of(folder)
-    for problem in check_files(contents):
-        raise CheckpointError(f"{folder}: {problem.what}. {problem.advice}")
-    return contents
+    return newest(folder) if (folder / TRACKER).exists() else None
 
 
 def read_stored(folder: Path) -> Contents:
     """What a checkpoint says that it holds, without where, as sent to all ranks."""
-    contents = _whole(folder)
+    contents = read_contents(folder)
     tensors = {key: replace(tensor, chunks=()) for key, tensor in contents.tensors.items()}
     common = {key: contents.common.get(key) for key in ("optimizer", CHECKSUMS)}
     return replace(contents, tensors=tensors, blobs={}, common=common)

@@ -22,7 +22,7 @@ from megatron_eopt.checkpoints.states import BLOCK, Block, Settings, StateDict, 
 from megatron_eopt.checkpoints.sums import CHECKSUMS, saved_sums
 from megatron_eopt.family import CLASSES
 from megatron_eopt.megatron import releases
-from megatron_eopt.megatron.checkpoints.integrity import compare_sums, contents_of, read_stored
+from megatron_eopt.megatron.checkpoints.integrity import compare_sums, read_stored
 from megatron_eopt.megatron.checkpoints.keys import (
     FRESH,
     fitted,
@@ -61,7 +61,6 @@ def checked_load(load: Original, sharded_state_dict: Any, checkpoint_dir: str, *
     optimizers = list(holding(sharded_state_dict, BLOCK))
     with_state = "optimizer" in sharded_state_dict
     stored = from_rank_0(lambda: read_stored(Path(checkpoint_dir))) if with_state else None
-    contents_of.cache_clear()  # nobody asks again
     if stored is None:
         return load(sharded_state_dict, checkpoint_dir, *args, **kwargs)
     saved = stored.common["optimizer"]

@@ -7,7 +7,7 @@ from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.support.buffers import against_layout, without_layout
 from megatron_eopt.megatron.support.facts import Run
-from megatron_eopt.megatron.support.rules import TORCH_FSDP2, unsupported
+from megatron_eopt.megatron.support.rules import unsupported
 from megatron_eopt.registry import takes_matrices
 
 RELEASES = (releases.MAIN, releases.SUPPORTED)
@@ -36,6 +36,7 @@ def _of(optimizer: str) -> dict[str, Any]:
 
 _AVERAGING = _of("schedule_free_adamw")
 _FSDP = {"ddp.use_megatron_fsdp": True}
+_TORCH_FSDP2 = {"wrapper": "TorchFullyShardedDataParallel"}
 _INSTANCES = _FSDP | {"ddp.num_distributed_optimizer_instances": 2, "ddp.overlap_grad_reduce": True}
 _OFFLOAD = {"config.optimizer_cpu_offload": True}
 _WHOLE = "whole matrices are shared out over data-parallel ranks"
@@ -84,12 +85,12 @@ FEATURES = (
     Feature("--use-megatron-fsdp with schedule_free_adamw", _AVERAGING | _FSDP),
     Feature(
         "--use-torch-fsdp2",
-        {"wrapper": TORCH_FSDP2},
+        _TORCH_FSDP2,
         "also with tensor parallelism; a shard of a shard is of one matrix over the ranks of both axes",
     ),
     Feature(
         "--use-torch-fsdp2 with --save, and experts, or shards that are not equal",
-        {"wrapper": TORCH_FSDP2, "unsaved": "a weight", "args.save": "a folder", "data_parallel": 2},
+        _TORCH_FSDP2 | {"unsaved": "a weight", "args.save": "a folder", "data_parallel": 2},
     ),
     Feature("--optimizer-cpu-offload", _OFFLOAD, "momenta are in [host memory](memory.md#host-memory)"),
     Feature("--optimizer-cpu-offload with --async-save", _OFFLOAD | {"args.async_save": True}),

@@ -1,7 +1,7 @@
 """Checksums of whole tensors, which a run saves beside them.
 
-Each is a sum over the entries of a tensor that depends on where they are (``parallel/checksum.py``). So data that were
-exchanged, or are of another checkpoint, show; the CRC-32 of an archive goes with them.
+Each is a sum over the entries of a tensor that depends on where they are (``checksum.py``). So data that were
+exchanged, or are of another checkpoint, show.
 """
 
 from collections.abc import Mapping

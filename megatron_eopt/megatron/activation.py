@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel import layers as megatrons_layers
 from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_eopt import registry
+from megatron_eopt.family import DEFAULT_TP_MODE
 from megatron_eopt.from_config import with_fields
 from megatron_eopt.matrices import ATTRIBUTE
 from megatron_eopt.megatron import command_line, releases
@@ -57,11 +58,6 @@ def deactivate() -> None:
         registry.EMERGING_OPTIMIZERS.forward_no_more()
         _active.undo()
         _active = None
-
-
-def activated() -> bool:
-    """True between :func:`activate` and :func:`deactivate`."""
-    return _active is not None
 
 
 def describe() -> dict[str, str]:
@@ -115,7 +111,7 @@ def _of_core() -> list[Redirection]:
     )
     harmless = "what a run of ours loads of a checkpoint calls only what is harmless or trusted"
     later = "so does a config whose class a framework derives from Megatron's later"
-    exact = partial(with_fields, default=command_line.DEFAULT_TP_MODE)
+    exact = partial(with_fields, default=DEFAULT_TP_MODE)
     configs = list(_and_derived(optimizer_config.OptimizerConfig))
     by_shard = around(lambda number, parameters: number(map(shard_of, parameters)))
     kept = ("qkv_split_shapes", ATTRIBUTE, NAME, SAVED_BY_LAYOUT)
@@ -178,7 +174,7 @@ def _with_our_settings(init: Original, self: Any, *args: Any, **kwargs: Any) -> 
     ours = {flag.dest for flag in FLAGS} & kwargs.keys() - fields
     for name in ours:
         setattr(self, name, kwargs.pop(name))
-    init(self, *args, **{"muon_tp_mode": command_line.DEFAULT_TP_MODE, **kwargs})
+    init(self, *args, **{"muon_tp_mode": DEFAULT_TP_MODE, **kwargs})
 
 
 def _forward_registry() -> None:

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_eopt.checkpoints.contents import TRACKER
-from megatron_eopt.family import DEFAULT_TP_MODE as DEFAULT_TP_MODE
-from megatron_eopt.family import OPTIMIZERS
+from megatron_eopt.family import DEFAULT_TP_MODE, OPTIMIZERS
 from megatron_eopt.megatron.given import TYPED, refuse_idle_of_megatrons
 from megatron_eopt.megatron.run_flags import FLAGS, OF_OPTIMIZERS, RUN_FLAGS
 from megatron_eopt.megatron.support.buffers import clear_where_refused

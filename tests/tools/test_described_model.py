@@ -188,7 +188,7 @@ def test_one_description_after_another_leaves_nothing():
         pass
     assert not cpu.installed()
     assert not dist.is_initialized()
-    assert not activation.activated()
+    assert activation._active is None
     assert dict(os.environ) == environment
 
 

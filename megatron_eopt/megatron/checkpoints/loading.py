@@ -128,10 +128,11 @@ def _completed(requested: StateDict, loaded: StateDict, saved: Any) -> StateDict
     step = next((count for count in counts if count is not None), None)
     if step is not None:
         inner["state"]["common_step"] = step
-    block: Block = {}
-    for each in reversed(blocks):  # the first that has a manifest counts
-        block |= each | {"groups": each["groups"] + block.get("groups", [])}
-    block["state"] = loaded.get(BLOCK, {}).get("state", {})
+    block = {
+        "state": loaded.get(BLOCK, {}).get("state", {}),
+        "groups": [group for each in blocks for group in each["groups"]] if blocks else None,
+        "manifest": next((each["manifest"] for each in blocks if "manifest" in each), None),
+    }
     if "optimizer" not in requested:
         return inner | {BLOCK: block}
     main = loaded.get(MAIN_PARAMETERS, [])

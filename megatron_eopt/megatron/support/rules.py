@@ -6,8 +6,6 @@ from typing import NamedTuple
 from megatron_eopt.megatron.support.facts import Run, on
 from megatron_eopt.registry import takes_matrices
 
-TORCH_FSDP2 = "TorchFullyShardedDataParallel"
-
 
 class Rule(NamedTuple):
     """Why something fails, and the nearest that works."""

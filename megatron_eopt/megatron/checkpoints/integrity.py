@@ -63,10 +63,11 @@ def checked_base(load_base: Original, load_dir: Any, args: Any, rank0: bool = Fa
         with _reading(args):
             base = load_base(load_dir, args, rank0, *rest, **kwargs)
             check_extra_states(base[0])
-    except (CheckpointException, UnpicklingError) as error:  # which says neither file nor flag
+    except (CheckpointException, UnpicklingError) as error:  # which names no flag, and seldom a file
         error.add_note(
-            f"`megatron-eopt verify-checkpoint {load_dir}` says which files are damaged, and which names of pickles a "
-            f"load needs in --trust-checkpoint-globals. Or load another checkpoint by --ckpt-step"
+            f"Where it says GLOBAL NAME, a pickle wants NAME to be called: if you know what that does, pass "
+            f"--trust-checkpoint-globals NAME. `megatron-eopt verify-checkpoint {load_dir}` says what is damaged in a "
+            f"torch_dist checkpoint, and --ckpt-step loads another one"
         )
         raise
     return base

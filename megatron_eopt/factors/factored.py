@@ -47,6 +47,7 @@ class FactoredOptimizer(StackedOptimizer):
     own_settings: ClassVar[tuple[Setting, ...]] = (FACTOR_PRECISION,)
     moments: ClassVar[tuple[str, ...]] = (EXP_AVG,)
     persistent_group_keys = frozenset({CLOCK})
+    fixed_by_state = ("max_dim",)
     counters = frozenset({CLOCK})
     row_order_matters = True
 

@@ -13,13 +13,11 @@ from megatron_eopt.kernels.precision import fp32_products
 from megatron_eopt.orthogonalize.bases import orthonormal_columns
 from megatron_eopt.orthogonalize.scale import muon_scale_factor
 from megatron_eopt.orthogonalize.spectral import start_basis
-from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.rectangles import Rectangle
 from megatron_eopt.settings.records import Setting
 from megatron_eopt.settings.values import ABOVE_0_UP_TO_1, Scalar
 from megatron_eopt.step.foreach import where
 from megatron_eopt.step.parameters import DescribedMatrix, TensorParallelGroups, names_of_last
-from megatron_eopt.step.session import StepCache
 from megatron_eopt.step.stacked import StackedOptimizer
 from megatron_eopt.step.stacks import GRADIENT, Chunk, MatrixPlan, Rule, Stack, wide
 from megatron_eopt.step.state import MOMENTUM_BUFFER, StateTensor, check_placements
@@ -137,20 +135,6 @@ class Dion(StackedOptimizer):
     def _fraction(self, parameter: Tensor) -> float:
         fraction: float = self.group_of(parameter)["rank_fraction"]
         return fraction
-
-    def _settled(self, engine: Engine) -> StepCache:
-        """Also refuse another rank than that of the state."""
-        for parameter in self._parameters():
-            state = self.state.get(parameter, {})
-            for basis in self.state_tensors(parameter)[1:]:
-                kept = state.get(basis.key)
-                if kept is not None and basis.dims != ("columns", kept.shape[1]):
-                    raise ValueError(
-                        f"{type(self).__name__} keeps a basis of rank {kept.shape[1]} for the parameter of shape "
-                        f"{tuple(parameter.shape)}, whose group now has rank_fraction {self._fraction(parameter)}: set "
-                        "it back, it cannot change"
-                    )
-        return super()._settled(engine)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)

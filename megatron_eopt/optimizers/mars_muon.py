@@ -126,7 +126,7 @@ def write_corrected(stacks: Sequence[MomentumStack], updates: Sequence[Tensors])
     weights = list[Tensor]()
     for alike in stacks[0].chunk.groups:
         has_previous = torch.stack(joined(stack.wholes(HAS_PREVIOUS) for stack in alike)) > 0
-        weights.append(torch.where(has_previous, 1 + strength(alike[0]), 1.0))
+        weights.append(1 + has_previous.double() * strength(alike[0]))
     of_all = torch.cat(weights).float()
     corrections = torch.stack([of_all, torch.ones_like(of_all)], 1)
     of_stacks = corrections.split([len(stack.members) for stack in stacks])

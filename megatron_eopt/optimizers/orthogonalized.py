@@ -36,7 +36,6 @@ from megatron_eopt.step.users_step import users_step
 # Methods that users override, or set: of whole parameters or matrices, and all.
 MUONS = ("execution", "tp_mode", *names_of(EXECUTION))  # which only Muon and its relatives have
 OF_PARAMETERS = ("orthogonalize", "scaled_orthogonalize_fn", "orthogonalize_fn")
-MOST_CHUNKS = 1024  # kept, one for each set of parameters that steps together
 
 
 def check_given(optimizer: BaseOptimizer, given: Mapping[str, Any]) -> None:
@@ -263,28 +262,15 @@ class OrthogonalizedOptimizer(BaseOptimizer):
 
     def _inputs(self, ok: Flag) -> Inputs:
         """What the step reads; makes state that is missing."""
-        settled = self._session.settled
-        parameters = self._parameters()
-        if settled.state_keys is None:
-            settled.state_keys = [{tensor.key for tensor in self.state_tensors(p)} for p in parameters]
-        stepping = [i for i, has_gradient in enumerate(self._stepping) if has_gradient]
-        for i in stepping:
-            if not self.state[parameters[i]].keys() >= settled.state_keys[i]:
-                self._states.of(parameters[i])
-        gradients = gradients_of(parameters, stepping)
-        if settled.dtensors:
+        gradients = gradients_of(self._parameters(), self._begin_state())
+        if self._session.settled.dtensors:
             gradients = {i: local(x) for i, x in gradients.items()}
         return Inputs(self.param_groups, gradients, ok)
 
     def _chunk_of(self, indices: Iterable[int], inputs: Inputs) -> Chunk[MomentumStack]:
         """The chunk of these parameters, which is kept from step to step, with what a step reads."""
-        chunks = self._session.settled.chunks_of
-        key = tuple(indices)
-        if key not in chunks:
-            if len(chunks) > MOST_CHUNKS:  # where other parameters have gradients in each step
-                chunks.clear()
-            chunks[key] = self._make_chunk(key)
-        chunk = chunks[key]
+        some = tuple(indices)
+        chunk: Chunk[MomentumStack] = self._session.settled.chunks_for(some, partial(self._make_chunk, some))
         chunk.begin(inputs)
         for stack in chunk.stacks:
             stack.lr = stack.group["lr"]

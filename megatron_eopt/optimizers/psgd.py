@@ -95,9 +95,12 @@ class PSGDKron(StackedOptimizer):
             AT_LEAST_0,
         ),
         Setting("beta_lip", check=BELOW_1),
-        Setting("max_dim", "The longest side that has a factor; a longer one has its diagonal.", count(0)),
+        Setting(
+            "max_dim", "The longest side that has a factor; a longer one has its diagonal.", count(0), planned=True
+        ),
     )
     persistent_group_keys = frozenset({CLOCK})
+    fixed_by_state = ("max_dim",)
     counters = frozenset({CLOCK})
     row_order_matters = True
 

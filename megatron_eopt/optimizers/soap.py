@@ -136,7 +136,7 @@ class SOAP(FactoredOptimizer):
         Setting("nesterov", "Whether the first moment looks ahead."),
         Setting("orthogonalize", "Updates are orthogonalized (SOAP-Muon)."),
         Setting("scale_mode", "How the size of an orthogonalized update follows from the shape."),
-        Setting("max_dim", "The longest side that has a factor and a basis.", count(0)),
+        Setting("max_dim", "The longest side that has a factor and a basis.", count(0), planned=True),
     )
 
     @also_called(use_eigh=("basis_method", {False: "qr", True: "eigh"}), max_precond_dim="max_dim")

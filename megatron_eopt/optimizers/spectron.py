@@ -250,6 +250,7 @@ class Spectron(StackedOptimizer):
         Setting("num_power_iterations", "Power iterations of a step, for the spectral norms.", count(1), whole=True),
     )
     persistent_group_keys = frozenset({"pairs"})
+    fixed_by_state = ("rank", "pairs")
     fp32_matmul_prec: MatmulPrecision
     num_power_iterations: int
 
@@ -323,19 +324,12 @@ class Spectron(StackedOptimizer):
         return described
 
     def _settled(self, engine: Engine) -> StepCache:
-        """Also settle the factors, whose rank cannot change."""
-        for parameter in self._parameters():
-            rank = self.group_of(parameter)["rank"]
-            kept = self.state.get(parameter, {}).get(f"{FACTOR}_A{self.key_ends(parameter)[0]}")
-            if kept is not None and kept.shape[1] != rank:
-                raise ValueError(
-                    f"{type(self).__name__} keeps factors of rank {kept.shape[1]} for the parameter of shape "
-                    f"{tuple(parameter.shape)}, whose group now has rank {rank}: set it back, it cannot change"
-                )
+        """Also settle the factors."""
+        settled = super()._settled(engine)
         plan = self._proposed_plan()
         plan.engine.prepare()
         self._factors = plan
-        return super()._settled(engine)
+        return settled
 
     def _check_together(self, group: Mapping[str, Any]) -> None:
         self._iteration(group)
@@ -388,16 +382,6 @@ class Spectron(StackedOptimizer):
                     start = start_vector if key == U else None
                     tensors.append(StateTensor(f"{key}_{letter}{end}", dims, number, dtype, start=start))
         return tensors
-
-    def _to_load(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        for number, (group, saved) in enumerate(zip(self.param_groups, state_dict["param_groups"], strict=False)):
-            for key in ("rank", "pairs"):
-                if saved.get(key, group[key]) != group[key]:
-                    raise ValueError(
-                        f"{type(self).__name__}: group {number} has {key}={group[key]}, but the state was saved with "
-                        f"{saved[key]}: build the optimizer as it was"
-                    )
-        return state_dict
 
     def _check_group(self, group: dict[str, Any]) -> None:
         refuse_blockwise(self, "singular values of factors")

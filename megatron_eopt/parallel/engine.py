@@ -20,7 +20,7 @@ from megatron_eopt.parallel.explain import explain, explain_offloaded
 from megatron_eopt.parallel.layout import local_rows
 from megatron_eopt.parallel.plan import make_plan
 from megatron_eopt.parallel.plan_records import Matrix, Plan, TpMode
-from megatron_eopt.parallel.rectangles import Rectangle, Shape, whole
+from megatron_eopt.parallel.rectangles import Rectangle, whole
 from megatron_eopt.parallel.scheduler import Program, run_chunks
 from megatron_eopt.parallel.statistics import Statistics, StatisticsRequest, statistics_of, sum_over
 from megatron_eopt.parallel.workspace import DEFAULT_WORKSPACE, OF_ENTRY, Workspace
@@ -176,10 +176,6 @@ class Engine:
     def is_whole(self, index: int) -> bool:
         """Whether a parameter of two dimensions is its only logical matrix, as it lies."""
         return index not in self._rows or self._rows[index].is_whole
-
-    def shapes(self, index: int) -> list[Shape]:
-        """The shapes of this rank's shards, as :meth:`flat`."""
-        return [self.shard(matrix).shape for matrix in self.matrices[index]]
 
     def merge(self, indices: Sequence[int], shards: Sequence[Tensor]) -> list[Tensor]:
         """The inverse of :meth:`split`."""

@@ -36,19 +36,17 @@ def rename(name: str, group: dict[str, Any], known: Mapping[str, Any], further: 
 
     ``further`` are other names of its own.
     """
-    for other, (key, values) in further.items():
-        if other in group and other not in known:
-            value = group.pop(other)
-            group.setdefault(key, values.get(value, value))
-    for key, other in OTHER_NAMES.items():
-        if other not in group or other in known or key not in known:
+    names = {other: (key, dict[Any, Any]()) for key, other in OTHER_NAMES.items() if key in known}
+    for other, (key, values) in {**names, **further}.items():
+        if other not in group or other in known:
             continue
-        if group.get(key, group[other]) != group[other]:
+        value = group.pop(other)
+        value = values.get(value, value)
+        if group.setdefault(key, value) != value:
             raise ValueError(
-                f"{name}: a group has {key}={group[key]!r} and {other}={group[other]!r}, two names of one setting: "
-                f"leave {other!r} out"
+                f"{name}: a group has {key}={group[key]!r} and {other}={value!r}, two names of one setting: leave "
+                f"{other!r} out"
             )
-        group[key] = group.pop(other)
     if DECOUPLED not in known:
         return
     method = group.get(METHOD, known[METHOD])

@@ -268,7 +268,6 @@ FACTOR_PRECISION = Setting("fp32_matmul_prec")
 
 FACTORS = (
     Setting("shampoo_beta", "Decay rate of the factors, in [0, 1).", BELOW_1),
-    Setting("max_dim", "The longest side that has a factor.", count(0)),
     Setting(
         "precondition_frequency",
         "Steps from one work on the factors to the next, counted from the first step: 4 works on them in steps 5, 9 "

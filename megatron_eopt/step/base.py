@@ -103,6 +103,7 @@ class BaseOptimizer(Optimizer):
     weight_keys: ClassVar[tuple[str, ...]] = ()  # state that is a copy of the weight, which ``scale_rows`` scales too
     # State of the training weights, where checkpoints hold ``exported()`` ones.
     train_weight_key: ClassVar[str | None] = None
+    fixed_by_state: ClassVar[tuple[str, ...]] = ()  # settings of groups that cannot change once there is state
     row_order_matters: ClassVar[bool] = False  # whether state pairs rows with rows, so that their order is part of it
     # Names of further arguments of a user's, which groups have too, and which may be anything.
     users_settings: frozenset[str] = frozenset()
@@ -450,6 +451,7 @@ class BaseOptimizer(Optimizer):
         saved = state_dict["param_groups"]
         groups = self._groups_to_load(saved)
         self._check_all_settings(groups)
+        self._check_fixed(groups)
         notes = notes_of_settings(self, saved, groups)
         indices = [index for group in groups for index in group["params"]]
         parameters = list(zip(self._parameters(), indices, strict=False))
@@ -570,8 +572,21 @@ class BaseOptimizer(Optimizer):
         self._check_kept()
         return StepCache(dtensors=has_dtensors(self._parameters()))
 
+    def _check_fixed(self, groups_of_state: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse other settings than state was made with, where they cannot change."""
+        for number, (of_state, group) in enumerate(zip(groups_of_state, self.param_groups, strict=False)):
+            for key in self.fixed_by_state:
+                if of_state.get(key, group[key]) != group[key]:
+                    raise ValueError(
+                        f"{type(self).__name__}: group {number} has {key}={group[key]}, but its state was made with "
+                        f"{of_state[key]}, which cannot change: set it to that, or begin the state anew"
+                    )
+
     def _check_kept(self) -> None:
         """Refuse state of other shapes than the settings of groups ask for, as those of another second moment."""
+        _, planned = self._session.engine_of or ([], [])
+        pairs = zip(planned, self.param_groups, strict=False)
+        self._check_fixed([before if any(map(self.state.get, group["params"])) else {} for before, group in pairs])
         for parameter, called in zip(self._parameters(), self._names(), strict=True):
             kept = self.state.get(parameter, {})
             for tensor in self.state_tensors(parameter) if kept else ():
@@ -687,6 +702,18 @@ class BaseOptimizer(Optimizer):
         """Which parameters step, as ranks have agreed."""
         assert self._session.stepping is not None, "gradients are judged before"
         return self._session.stepping
+
+    def _begin_state(self) -> list[int]:
+        """The parameters that step, by their indices; makes state that they lack."""
+        settled = self._session.settled
+        parameters = self._parameters()
+        if settled.state_keys is None:
+            settled.state_keys = [{tensor.key for tensor in self.state_tensors(p)} for p in parameters]
+        stepping = [i for i, has_gradient in enumerate(self._stepping) if has_gradient]
+        for i in stepping:
+            if not self.state[parameters[i]].keys() >= settled.state_keys[i]:
+                self._states.of(parameters[i])
+        return stepping
 
     def _agree(self, flag: Tensor, present: Sequence[bool]) -> Tensor:
         """Minimum of a flag over all ranks that skip steps together."""

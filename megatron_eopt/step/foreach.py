@@ -58,7 +58,7 @@ def decay_power(lr: Scalar, method: DecayMethod) -> Scalar:
 def scale(tensors: Tensors, factor: Scalar, ok: Flag = None) -> None:
     """Multiply tensors in place."""
     if ok is not None:
-        kept = torch.where(ok, factor, 1.0).view(1)  # which, unlike a scalar, is not rounded to 16 bits
+        kept = (1 + ok.double() * (factor - 1)).view(1)  # which, unlike a scalar, is not rounded to 16 bits
         for equal in alike(tensors):
             stack = stacked(tensors, equal)
             factors = kept.to(torch.promote_types(stack.dtype, torch.float32))

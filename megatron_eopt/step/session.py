@@ -16,6 +16,8 @@ from megatron_eopt.step.nonfinite import Flag, NonFinite, WithoutGradients
 from megatron_eopt.step.offload import Streamed
 from megatron_eopt.step.step_kernels import StepKernels
 
+MOST_CHUNKS = 1024  # kept, one for each set of parameters that step together
+
 
 @dataclass
 class StepCache:
@@ -32,10 +34,17 @@ class StepCache:
     scales: list[list[float]] | None = None  # of each parameter's matrices
     kernels: StepKernels | None = None  # what does the elementwise work; None for torch
     graphed: GraphedUpdate | None = None  # a captured step, which reads tables of the kernels
-    chunks: tuple[Any, list[list[Any]]] | None = None  # of stacks, and what they were made for
-    chunks_of: dict[tuple[int, ...], Any] = field(default_factory=dict)  # of momenta, by indices of parameters
+    chunks: dict[object, Any] = field(default_factory=dict)  # of stacks, by the parameters that step
     norms_checked: bool = False  # those by which updates are sized
     further: list[ProcessGroup] | None = None  # beside those of the engine: ranks that skip steps together
+
+    def chunks_for(self, key: object, make: Callable[[], Any]) -> Any:
+        """Chunks of stacks for some parameters, made where they are not known."""
+        if key not in self.chunks:
+            if len(self.chunks) > MOST_CHUNKS:  # where other parameters have gradients in each step
+                self.chunks.clear()
+            self.chunks[key] = make()
+        return self.chunks[key]
 
 
 @dataclass

@@ -7,6 +7,7 @@ ranks, which alone have the further state of a matrix, and come back, by one col
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from math import prod
 from typing import Any, ClassVar, Literal
@@ -26,6 +27,7 @@ from megatron_eopt.step.base import BaseOptimizer
 from megatron_eopt.step.foreach import where
 from megatron_eopt.step.nonfinite import Flag
 from megatron_eopt.step.parameters import DescribedMatrix, check_matrix, check_shard, names_of_last
+from megatron_eopt.step.session import StepCache
 from megatron_eopt.step.stacks import (
     WEIGHT,
     Chunk,
@@ -137,6 +139,10 @@ class StackedOptimizer(BaseOptimizer):
                 load[plan.compute_rank] += plan.cost
         return self._plans[parameter]
 
+    def _settled(self, engine: Engine) -> StepCache:
+        self._plans = None  # a setting may have changed
+        return super()._settled(engine)
+
     def skips_first_update(self, group: Mapping[str, Any]) -> bool:
         """Whether the first gradient makes factors alone."""
         return False
@@ -150,15 +156,7 @@ class StackedOptimizer(BaseOptimizer):
 
         Creates what their state lacks.
         """
-        settled = self._session.settled
-        parameters = self._parameters()
-        if settled.state_keys is None:
-            settled.state_keys = [{tensor.key for tensor in self.state_tensors(p)} for p in parameters]
-        steps = {i: False for i, has_gradient in enumerate(self._stepping) if has_gradient}
-        for i in steps:
-            if not self.state[parameters[i]].keys() >= settled.state_keys[i]:
-                self._states.of(parameters[i])
-        return steps
+        return dict.fromkeys(self._begin_state(), False)
 
     def _together(self, parameter: Tensor) -> tuple[Any, ...]:
         """What parameters of one chunk have in common; chunks go in this order."""
@@ -232,18 +230,19 @@ class StackedOptimizer(BaseOptimizer):
         first = {index for index, begins in steps.items() if begins}
         if len(first) == len(steps):
             first = set()  # which are alike, too
-        made_for = list(steps), first
-        if settled.chunks is None or settled.chunks[0] != made_for:
-            divided = self._divided(self._members(steps, first))
-            chunks = [[Chunk(self, self.engine, members, Stack) for members in together] for together in divided]
-            settled.chunks = made_for, chunks
+        made_for = tuple(steps), frozenset(first)
+        chunks: list[list[Chunk[Stack]]] = settled.chunks_for(made_for, partial(self._make_chunks, steps, first))
         inputs = Inputs(self.param_groups, gradients_of(self._parameters(), steps), ok)
-        for chunk in chain(*settled.chunks[1]):
+        for chunk in chain(*chunks):
             chunk.begin(inputs)
             for stack in chunk.stacks:
                 stack.first = steps[stack.members[0].index]
                 stack.moves = not (stack.first and any(stack.has_factor) and self.skips_first_update(stack.group))
-        return settled.chunks[1]
+        return chunks
+
+    def _make_chunks(self, steps: Iterable[int], first: Set[int]) -> list[list[Chunk[Stack]]]:
+        divided = self._divided(self._members(steps, first))
+        return [[Chunk(self, self.engine, members, Stack) for members in together] for together in divided]
 
     def _take(self, ok: Flag) -> None:
         steps = self._steps_of(ok)

@@ -66,7 +66,8 @@ def resized(squares: Tensor, inner: Tensor, rate: Tensor, group: Mapping[str, An
     if weight_norm_of(group) == "brake":
         after = (squared_weights - 2 * steps * inner + steps.square() * squared_updates).clamp(min=0).sqrt()
         change = after - norms
-        kept = torch.where(change > 0, group["brake_outward"], group["brake_inward"])
+        inward = group["brake_inward"]
+        kept = inward + (change > 0).double() * (group["brake_outward"] - inward)  # in fp64, by no copy from the host
         resize = (norms + kept * change) / nonzero(after)
     return torch.stack([_has_direction(steps, squared_updates), steps, resize], 1)
 

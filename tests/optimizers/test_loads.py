@@ -450,11 +450,26 @@ def test_what_is_no_state_is_refused_by_what_it_lacks(name):
         assert_same((optimizer.state_dict(), model.state_dict()), before)
 
 
-def test_a_state_of_other_sides_of_soap_and_of_another_rank_of_dion_are_refused():
-    narrow, wide = build("soap", matrices(1), max_dim=5), build("soap", matrices(1))
-    take(narrow, 1)
-    with pytest.raises(ValueError, match="SOAP needs 'L' for the parameter of shape"):
-        wide.load_state_dict(narrow.state_dict())
+@pytest.mark.parametrize("name", ["soap", "shampoo", "kl_shampoo", "psgd_kron"])
+def test_the_longest_side_with_a_factor_is_that_of_the_state(name):
+    def stepped(**settings):
+        [p] = matrices(1)
+        optimizer = build(name, [p], **settings)
+        take(optimizer, 1)
+        return optimizer, p
+
+    (other, q), (optimizer, p) = stepped(max_dim=5), stepped()
+    before = p.detach().clone(), q.detach().clone()
+    with pytest.raises(ValueError, match=r"has max_dim=\d+, but its state was made with 5"):
+        optimizer.load_state_dict(other.state_dict())
+    other.param_groups[0]["max_dim"] = 6
+    with pytest.raises(ValueError, match="has max_dim=6, but its state was made with 5"):
+        take(other, 1)
+    assert torch.equal(before[0], p)
+    assert torch.equal(before[1], q)
+    other.param_groups[0]["max_dim"] = 5
+    take(other, 1)
+    assert not torch.equal(before[1], q)
 
 
 @every

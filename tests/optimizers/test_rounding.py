@@ -110,3 +110,9 @@ def test_averages_that_differ_by_a_rounding_of_fp32_are_rounded_alike():
     before, x = torch.randn(300, 400).bfloat16(), torch.randn(300, 400)
     one, other = stored([before, before], [x, torch.nextafter(x, x + 1)], 3)
     assert (one != other).double().mean() < 1e-3
+
+
+def test_a_factor_is_rounded_to_no_default_dtype():
+    x = torch.ones(3, dtype=torch.float64)
+    foreach.scale([x], 1 - 1e-5, torch.tensor(True))
+    assert x.tolist() == [1 - 1e-5] * 3

@@ -258,6 +258,8 @@ def test_other_names_of_settings_count_in_groups_too():
     scion = build("scion", [{"params": matrices(1), "spectral_radius": 3.0}])
     soap = build("soap", [{"params": matrices(1), "use_eigh": True}])
     assert (scion.param_groups[0]["radius"], soap.param_groups[0]["basis_method"]) == (3.0, "eigh")
+    with pytest.raises(ValueError, match="two names of one setting: leave 'spectral_radius' out"):
+        build("scion", [{"params": matrices(1), "radius": 3.0, "spectral_radius": 7.0}])
 
 
 def test_another_second_moment_is_refused_beside_the_state_of_the_first():

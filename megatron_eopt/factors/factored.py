@@ -12,16 +12,15 @@ from megatron_eopt.kernels.choice import products_for
 from megatron_eopt.matrices import WHOLE, Split
 from megatron_eopt.parallel.attributes import is_expert
 from megatron_eopt.parallel.layout import Layout, on_one_rank, shared_out
-from megatron_eopt.settings.records import FACTOR_PRECISION, Setting
+from megatron_eopt.settings.records import GROUP_PRECISION, Setting
 from megatron_eopt.step.foreach import where
 from megatron_eopt.step.held_norms import begin_norms, followed, radius_tensors
 from megatron_eopt.step.nonfinite import Flag
 from megatron_eopt.step.parameters import local, names_of_last
-from megatron_eopt.step.stacked import CLOCK, EXP_AVG, StackedOptimizer
+from megatron_eopt.step.stacked import CLOCK, StackedOptimizer
 from megatron_eopt.step.stacks import Stack, wide
-from megatron_eopt.step.state import StateTensor
+from megatron_eopt.step.state import EXP_AVG, STEPS, StateTensor
 
-STEPS = "steps"
 KERNEL = "symmetric_products"
 SIDE_KEYS = (("L", "Q_L"), ("R", "Q_R"))  # the state of the rows and of the columns, as Side has it
 
@@ -44,7 +43,7 @@ class FactoredOptimizer(StackedOptimizer):
     the moments that lie as the parameter (:attr:`moments`).
     """
 
-    own_settings: ClassVar[tuple[Setting, ...]] = (FACTOR_PRECISION,)
+    own_settings: ClassVar[tuple[Setting, ...]] = (GROUP_PRECISION,)
     moments: ClassVar[tuple[str, ...]] = (EXP_AVG,)
     persistent_group_keys = frozenset({CLOCK})
     fixed_by_state = ("max_dim",)

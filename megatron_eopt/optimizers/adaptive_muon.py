@@ -79,7 +79,7 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
                 raise TypeError(
                     f"{type(self).__name__} has an {key} of its own, which makes scaled updates; the second moment "
                     f"needs the orthogonal factors of all matrices together, before they are scaled: set "
-                    f"orthogonalize_fn, override program, or take TensorParallelMuon"
+                    f"orthogonalize_fn, override update, or take TensorParallelMuon"
                 )
 
     def orthogonalize(self, p: Tensor, grad: Tensor, **group_settings: Any) -> Tensor:

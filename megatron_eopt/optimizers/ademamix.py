@@ -15,12 +15,10 @@ from megatron_eopt.step import foreach
 from megatron_eopt.step.base import BaseOptimizer
 from megatron_eopt.step.nonfinite import Flag
 from megatron_eopt.step.parameters import TensorParallelGroups, local
-from megatron_eopt.step.state import StateTensor
+from megatron_eopt.step.state import EXP_AVG_SQ, STEPS, StateTensor
 
 FAST = "exp_avg_fast"
 SLOW = "exp_avg_slow"
-EXP_AVG_SQ = "exp_avg_sq"
-STEPS = "steps"
 
 
 class AdEMAMix(BaseOptimizer):
@@ -124,16 +122,16 @@ def ademamix(
     foreach.follow_squares(squares, gradients, beta2, ok)
     torch._foreach_lerp_(fast, foreach.where_each(ok, gradients, fast), 1 - beta1)
     from_gradients = torch._foreach_sub(slow, foreach.where_each(ok, gradients, slow))
-    foreach.times(from_gradients, changes, ok)
+    foreach.multiply_each(from_gradients, changes, ok)
     torch._foreach_add_(slow, from_gradients)
 
     updates = torch._foreach_mul(fast, 1.0)
-    foreach.times(updates, 1 / (1 - beta1**steps), ok)
+    foreach.multiply_each(updates, 1 / (1 - beta1**steps), ok)
     mixed = torch._foreach_mul(slow, 1.0)
-    foreach.times(mixed, alpha, ok)
+    foreach.multiply_each(mixed, alpha, ok)
     torch._foreach_add_(updates, mixed)
     roots = torch._foreach_mul(squares, 1.0)
-    foreach.times(roots, 1 / (1 - beta2**steps), ok)
+    foreach.multiply_each(roots, 1 / (1 - beta2**steps), ok)
     torch._foreach_sqrt_(roots)
     torch._foreach_add_(roots, group["eps"])
     torch._foreach_div_(updates, roots)

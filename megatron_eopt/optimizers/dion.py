@@ -1,9 +1,9 @@
 """Dion: orthonormal updates of low rank, with error feedback."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from math import ceil, sqrt
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from megatron_eopt.parallel.rectangles import Rectangle
 from megatron_eopt.settings.records import Setting
 from megatron_eopt.settings.values import ABOVE_0_UP_TO_1, Scalar
 from megatron_eopt.step.foreach import where
-from megatron_eopt.step.parameters import DescribedMatrix, TensorParallelGroups, names_of_last
+from megatron_eopt.step.parameters import DescribedMatrix, Matrices, names_of_last
 from megatron_eopt.step.stacked import StackedOptimizer
 from megatron_eopt.step.stacks import GRADIENT, Chunk, MatrixPlan, Rule, Stack, wide
 from megatron_eopt.step.state import MOMENTUM_BUFFER, StateTensor, check_placements
@@ -79,11 +79,7 @@ class Dion(StackedOptimizer):
         momentum: ``mu`` of the paper, in [0, 1).
         weight_decay: decoupled, at least 0.
         rank_fraction: rank of updates as a part of the short side, in (0, 1]. The paper has 1, 1/2, 1/4 and less.
-        split_qkv: update the parts of fused query, key and value projections separately.
-        is_qkv_fn: tells which parameters are fused.
-        qkv_split_shapes: rows of (q, k, v), or of (q, gate, k, v), in one query group; the attribute of a parameter
-            wins.
-        pg_collection: the process groups ``tp`` and, for experts, ``expt_tp``; None where nothing is sharded.
+        **settings: see :class:`~megatron_eopt.step.parameters.Matrices`.
 
     Raises:
         ValueError: for a setting out of its range, a parameter that is no matrix, a split that does not fit, or shards
@@ -108,11 +104,7 @@ class Dion(StackedOptimizer):
         momentum: float = 0.95,
         weight_decay: float = 0.01,
         rank_fraction: float = 0.25,
-        *,
-        split_qkv: bool = False,
-        is_qkv_fn: Callable[[Tensor], bool] | None = None,
-        qkv_split_shapes: Sequence[int] | None = None,
-        pg_collection: TensorParallelGroups | None = None,
+        **settings: Unpack[Matrices],
     ) -> None:
         super().__init__(params, locals())
 

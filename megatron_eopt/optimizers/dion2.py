@@ -1,9 +1,9 @@
 """Dion2: Muon of the rows, or columns, whose momentum is largest."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import ceil, prod, sqrt
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -15,10 +15,10 @@ from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.scale import muon_scale_factor
 from megatron_eopt.parallel.layout import Layout
 from megatron_eopt.settings.groups import iteration_of
-from megatron_eopt.settings.records import FACTOR_PRECISION, Setting
+from megatron_eopt.settings.records import GROUP_PRECISION, Setting
 from megatron_eopt.settings.values import ABOVE_0_UP_TO_1, Scalar
 from megatron_eopt.step.foreach import where
-from megatron_eopt.step.parameters import DescribedMatrix, TensorParallelGroups
+from megatron_eopt.step.parameters import DescribedMatrix, Matrices
 from megatron_eopt.step.stacked import StackedOptimizer
 from megatron_eopt.step.stacks import GRADIENT, MatrixPlan, Rule, Stack, wide
 from megatron_eopt.step.state import StateTensor
@@ -59,10 +59,7 @@ class Dion2(StackedOptimizer):
         fp32_matmul_prec: ``low``, ``medium``, ``high`` or ``highest``: precision of their products.
         symmetric_products: the kernel of those that are symmetric, as in
             :class:`~megatron_eopt.settings.execution.Execution`.
-        split_qkv: update the parts of fused query, key and value projections separately.
-        is_qkv_fn: tells which parameters are fused.
-        qkv_split_shapes: rows of (q, k, v), or (q, gate, k, v), in one query group; the parameter's attribute wins.
-        pg_collection: the process groups ``tp`` and, for experts, ``expt_tp``; None where nothing is sharded.
+        **settings: see :class:`~megatron_eopt.step.parameters.Matrices`.
 
     Raises:
         ValueError: for a setting out of its range, no matrix, a split that does not fit, or shards without a group.
@@ -71,7 +68,7 @@ class Dion2(StackedOptimizer):
     """
 
     own_settings = (
-        FACTOR_PRECISION,
+        GROUP_PRECISION,
         Setting("fraction", "The part of the short side of a matrix that a step selects.", ABOVE_0_UP_TO_1),
     )
 
@@ -87,10 +84,7 @@ class Dion2(StackedOptimizer):
         coefficient_type: CoefficientType = "quintic",
         fp32_matmul_prec: MatmulPrecision = "medium",
         symmetric_products: str | None = None,
-        split_qkv: bool = False,
-        is_qkv_fn: Callable[[Tensor], bool] | None = None,
-        qkv_split_shapes: Sequence[int] | None = None,
-        pg_collection: TensorParallelGroups | None = None,
+        **settings: Unpack[Matrices],
     ) -> None:
         super().__init__(params, locals())
 

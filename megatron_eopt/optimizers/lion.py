@@ -12,9 +12,7 @@ from megatron_eopt.step import foreach
 from megatron_eopt.step.base import BaseOptimizer
 from megatron_eopt.step.nonfinite import Flag
 from megatron_eopt.step.parameters import TensorParallelGroups, local
-from megatron_eopt.step.state import StateTensor
-
-EXP_AVG = "exp_avg"  # the momentum, named as where Megatron-Core creates the state itself
+from megatron_eopt.step.state import EXP_AVG, StateTensor
 
 
 class Signs(BaseOptimizer):

@@ -168,5 +168,5 @@ def mark(stacks: Sequence[MomentumStack]) -> None:
     """There is a ``g_prev`` after a step with a rate above 0."""
     for alike in stacks[0].chunk.groups:
         has_previous = joined(stack.wholes(HAS_PREVIOUS) for stack in alike)
-        moved = alike[0].if_ok(alike[0].lr != 0)
+        moved = alike[0].if_ok(alike[0].group["lr"] != 0)
         torch._foreach_copy_(has_previous, torch.maximum(torch.stack(has_previous), moved).unbind())

@@ -33,8 +33,8 @@ from megatron_eopt.step.state import MOMENTUM_BUFFER, StateTensor
 from megatron_eopt.step.users_functions import OF_USERS, checked
 from megatron_eopt.step.users_step import users_step
 
-# Methods that users override, or set: of whole parameters or matrices, and all.
-MUONS = ("execution", "tp_mode", *names_of(EXECUTION))  # which only Muon and its relatives have
+MUONS = ("execution", "tp_mode", *names_of(EXECUTION))  # settings that only Muon and its relatives have
+# methods by which users make updates of whole parameters or matrices
 OF_PARAMETERS = ("orthogonalize", "scaled_orthogonalize_fn", "orthogonalize_fn")
 
 
@@ -255,6 +255,8 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         """One chunk's step."""
         decay(chunk)
         updates = yield from lockstep([(stack, self.update(stack)) for stack in chunk.stacks])
+        if not all(isinstance(update, Update) for update in updates.values()):
+            raise TypeError(f"{type(self).__name__}.update() has to return an Update(factors, scale)")
         for transform in self._session.settled.transforms:
             updates = transform(updates, chunk.engine)
         subtract(updates, chunk)
@@ -273,7 +275,6 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         chunk: Chunk[MomentumStack] = self._session.settled.chunks_for(some, partial(self._make_chunk, some))
         chunk.begin(inputs)
         for stack in chunk.stacks:
-            stack.lr = stack.group["lr"]
             stack.beta, stack.weight_decay = self._rates_of(stack.group)
             stack.decays = isinstance(stack.weight_decay, Tensor) or stack.weight_decay != 0
             stack.nesterov = self.nesterov_key in self.defaults and stack.group[self.nesterov_key]

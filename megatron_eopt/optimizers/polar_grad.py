@@ -1,6 +1,7 @@
 """PolarGrad: orthogonal factors of the momentum, times its nuclear norm."""
 
-from typing import Literal, Unpack
+from collections.abc import Mapping
+from typing import Any, Literal, Unpack
 
 from torch.optim.optimizer import ParamsT
 
@@ -67,6 +68,14 @@ class PolarGrad(TensorParallelMuon):
     def keeps_momenta(self) -> bool:
         """They size the update."""
         return True
+
+    def _check_together(self, group: Mapping[str, Any]) -> None:
+        super()._check_together(group)
+        for name in self._overridden("orthogonalize", "scaled_orthogonalize_fn"):
+            raise ValueError(
+                f"{type(self).__name__} has an {name} of its own, whose updates have a size, and it would size them "
+                "again: set orthogonalize_fn, or take TensorParallelMuon"
+            )
 
     def update(self, stack: MomentumStack) -> Rule:
         """PolarGrad's update of equal matrices."""

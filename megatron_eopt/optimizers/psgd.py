@@ -1,7 +1,7 @@
 """PSGD-Kron: momentum whitened by fitted Kronecker factors."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -10,13 +10,13 @@ from torch.optim.optimizer import ParamsT
 from megatron_eopt.factors.psgd_math import Whitened, init_factors, preconditioned, refreshed
 from megatron_eopt.kernels.precision import MatmulPrecision, fp32_products
 from megatron_eopt.parallel.layout import Layout
-from megatron_eopt.settings.records import FACTOR_PRECISION, Setting
+from megatron_eopt.settings.records import GROUP_PRECISION, Setting
 from megatron_eopt.settings.values import ABOVE_0, ABOVE_0_UP_TO_1, AT_LEAST_0, BELOW_1, Scalar, count
 from megatron_eopt.step.foreach import where
-from megatron_eopt.step.parameters import TensorParallelGroups
-from megatron_eopt.step.stacked import CLOCK, EXP_AVG, StackedOptimizer, first_moment, refreshes
+from megatron_eopt.step.parameters import Matrices
+from megatron_eopt.step.stacked import CLOCK, StackedOptimizer, first_moment, refreshes
 from megatron_eopt.step.stacks import MatrixPlan, Rule, Stack, wide
-from megatron_eopt.step.state import StateTensor
+from megatron_eopt.step.state import EXP_AVG, StateTensor
 
 FACTORS = ("Q_L", "Q_R")
 BOUNDS = "bounds"
@@ -66,11 +66,7 @@ class PSGDKron(StackedOptimizer):
         maximize: ascend instead of descend.
         fp32_matmul_prec: ``low``, ``medium``, ``high`` (these three are TF32, where the device has it) or ``highest``;
             the Procrustes step is always ``highest``.
-        split_qkv: precondition the parts of fused query, key and value projections separately.
-        is_qkv_fn: tells which parameters are fused.
-        qkv_split_shapes: rows of (q, k, v), or of (q, gate, k, v), in one query group; the attribute of a parameter
-            wins.
-        pg_collection: the process groups ``tp`` and, for experts, ``expt_tp``; None where nothing is sharded.
+        **settings: see :class:`~megatron_eopt.step.parameters.Matrices`.
 
     Raises:
         ValueError: for a setting out of its range, a parameter that is no matrix, a split that does not fit, or shards
@@ -82,7 +78,7 @@ class PSGDKron(StackedOptimizer):
     """
 
     own_settings = (
-        FACTOR_PRECISION,
+        GROUP_PRECISION,
         # a rate above 1 could turn a factor negative
         Setting("precond_lr", "Rate of the factors, above 0 and at most 1.", ABOVE_0_UP_TO_1),
         Setting("min_precond_lr", "Least rate of the factors.", AT_LEAST_0),
@@ -122,10 +118,7 @@ class PSGDKron(StackedOptimizer):
         max_dim: int = 8192,
         maximize: bool = False,
         fp32_matmul_prec: MatmulPrecision = "highest",
-        split_qkv: bool = False,
-        is_qkv_fn: Callable[[Tensor], bool] | None = None,
-        qkv_split_shapes: Sequence[int] | None = None,
-        pg_collection: TensorParallelGroups | None = None,
+        **settings: Unpack[Matrices],
     ) -> None:
         super().__init__(params, locals())
 

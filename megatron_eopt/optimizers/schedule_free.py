@@ -16,12 +16,11 @@ from megatron_eopt.step import foreach
 from megatron_eopt.step.base import BaseOptimizer
 from megatron_eopt.step.nonfinite import Flag
 from megatron_eopt.step.parameters import TensorParallelGroups, local
-from megatron_eopt.step.state import StateTensor
+from megatron_eopt.step.state import EXP_AVG_SQ, StateTensor
 
 Variant = Literal["kempnerforge", "schedulefree"]
 
 Z = "z"
-EXP_AVG_SQ = "exp_avg_sq"
 X = "x"
 KEPT = "y"
 
@@ -328,23 +327,23 @@ def schedule_free_adamw(
         # in 16 bits y is rounded, and z would decay by its rounding
         decayed = list(torch._foreach_lerp(zs, xs, beta1)) if xs else ys
         torch._foreach_add_(steps, decayed, alpha=weight_decay)
-    foreach.times(steps, rates, ok)
+    foreach.multiply_each(steps, rates, ok)
     if weight_decay != 0 and kempnerforge:
         after = torch._foreach_sub(zs, steps)
-        foreach.times(after, rates * weight_decay, ok)
+        foreach.multiply_each(after, rates * weight_decay, ok)
         torch._foreach_add_(steps, after)
 
     if xs:
         torch._foreach_sub_(zs, steps)
     averages = xs or ys
     towards = torch._foreach_sub(zs, averages)
-    foreach.times(towards, shares, ok)
+    foreach.multiply_each(towards, shares, ok)
     torch._foreach_add_(averages, towards)
     if xs:
         torch._foreach_copy_(ys, foreach.where_each(ok, torch._foreach_lerp(zs, xs, beta1), ys))
     else:
         torch._foreach_sub_(zs, steps)
-        foreach.times(steps, 1 - beta1 * (1 - shares), ok)
+        foreach.multiply_each(steps, 1 - beta1 * (1 - shares), ok)
         torch._foreach_sub_(ys, steps)
 
 

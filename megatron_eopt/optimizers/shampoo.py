@@ -1,8 +1,8 @@
 """Shampoo and KL-Shampoo: momenta between inverse roots of two factors."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from math import sqrt
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Unpack
 
 import torch
 from torch import Tensor
@@ -28,10 +28,10 @@ from megatron_eopt.factors.factored import (
 )
 from megatron_eopt.kernels.precision import MatmulPrecision, fp32_products
 from megatron_eopt.orthogonalize.scale import ScaleMode, muon_scale_factor
-from megatron_eopt.settings.records import FACTOR_PRECISION, Setting
+from megatron_eopt.settings.records import GROUP_PRECISION, Setting
 from megatron_eopt.settings.values import BETWEEN_0_AND_1, Scalar, count
 from megatron_eopt.step.foreach import copy_where
-from megatron_eopt.step.parameters import TensorParallelGroups
+from megatron_eopt.step.parameters import Matrices
 from megatron_eopt.step.stacked import first_moment, refreshes
 from megatron_eopt.step.stacks import Rule, Stack
 
@@ -66,12 +66,9 @@ class Preconditioning(FactoredOptimizer):
         weight_decay_method: ``decoupled``; ``independent``, without ``lr`` in it; or ``palm``, with its square.
         maximize: ascend instead of descend.
         fp32_matmul_prec: ``low``, ``medium``, ``high`` (these three are TF32, where the device has it) or ``highest``.
-        split_qkv: precondition the parts of fused query, key and value projections separately.
-        is_qkv_fn: tells which parameters are fused.
-        qkv_split_shapes: rows of (q, k, v), or of (q, gate, k, v), in one query group.
-        pg_collection: process groups, as those of SOAP.
         share_over_dp: whether data-parallel ranks share work and factors.
         symmetric_products: the kernel of ``g g^T`` and ``g^T g``.
+        **settings: see :class:`~megatron_eopt.step.parameters.Matrices`.
 
     Raises:
         ValueError: for a setting out of its range, a vector, a matrix without a factor, a parameter of three or more
@@ -80,7 +77,7 @@ class Preconditioning(FactoredOptimizer):
 
     whitens: ClassVar[bool] = False  # whether gradients are whitened by the other side before a factor follows them
     own_settings = (
-        FACTOR_PRECISION,
+        GROUP_PRECISION,
         Setting("damping", "Added to the factors, relative to them.", BETWEEN_0_AND_1),
         Setting(
             "precondition_frequency",
@@ -112,12 +109,9 @@ class Preconditioning(FactoredOptimizer):
         weight_decay_method: Decay = "decoupled",
         maximize: bool = False,
         fp32_matmul_prec: MatmulPrecision = "highest",
-        split_qkv: bool = False,
-        is_qkv_fn: Callable[[Tensor], bool] | None = None,
-        qkv_split_shapes: Sequence[int] | None = None,
-        pg_collection: TensorParallelGroups | None = None,
         share_over_dp: bool = False,
         symmetric_products: str | None = None,
+        **settings: Unpack[Matrices],
     ) -> None:
         super().__init__(params, locals())
 

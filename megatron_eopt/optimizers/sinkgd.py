@@ -1,6 +1,6 @@
 """SinkGD: gradients whose rows, and whose columns, have one norm."""
 
-from collections.abc import Callable, Sequence
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.settings.records import Setting
 from megatron_eopt.settings.values import Scalar, count
-from megatron_eopt.step.parameters import DescribedMatrix, TensorParallelGroups
+from megatron_eopt.step.parameters import DescribedMatrix, Matrices
 from megatron_eopt.step.stacked import StackedOptimizer
 from megatron_eopt.step.stacks import MatrixPlan, Rule, Stack
 from megatron_eopt.step.state import StateTensor
@@ -35,11 +35,7 @@ class SinkGD(StackedOptimizer):
         lr: Scalar = 0.01,
         weight_decay: float = 0.01,
         iterations: int = 5,
-        *,
-        split_qkv: bool = False,
-        is_qkv_fn: Callable[[Tensor], bool] | None = None,
-        qkv_split_shapes: Sequence[int] | None = None,
-        pg_collection: TensorParallelGroups | None = None,
+        **settings: Unpack[Matrices],
     ) -> None:
         super().__init__(params, locals())
 

@@ -1,7 +1,7 @@
 """SOAP: Adam in the eigenbasis of Shampoo's factors."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, Literal, Unpack
 
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
@@ -12,13 +12,12 @@ from megatron_eopt.factors.soap_math import Preconditioned, SortBases, update_of
 from megatron_eopt.kernels.precision import MatmulPrecision, fp32_products
 from megatron_eopt.orthogonalize.scale import ScaleMode
 from megatron_eopt.settings.groups import also_called
-from megatron_eopt.settings.records import ADAM, FACTOR_PRECISION, Setting
+from megatron_eopt.settings.records import ADAM, GROUP_PRECISION, Setting
 from megatron_eopt.settings.values import Scalar, count
-from megatron_eopt.step.parameters import TensorParallelGroups
-from megatron_eopt.step.stacked import EXP_AVG, first_moment
+from megatron_eopt.step.parameters import Matrices
+from megatron_eopt.step.stacked import first_moment
 from megatron_eopt.step.stacks import Rule, Stack
-
-EXP_AVG_SQ = "exp_avg_sq"
+from megatron_eopt.step.state import EXP_AVG, EXP_AVG_SQ
 
 Gradients = Literal["previous", "current"]
 
@@ -101,16 +100,12 @@ class SOAP(FactoredOptimizer):
         correct_bias: whether moments and factors are corrected for their start.
         maximize: ascend instead of descend.
         fp32_matmul_prec: ``low``, ``medium``, ``high`` (these three are TF32, where the device has it) or ``highest``.
-        split_qkv: precondition the parts of fused query, key and value projections separately.
-        is_qkv_fn: tells which parameters are fused.
-        qkv_split_shapes: rows of (q, k, v), or of (q, gate, k, v), in one query group; the attribute of a parameter
-            wins.
-        pg_collection: the process groups ``tp`` and, for experts, ``expt_tp``; None where nothing is sharded.
         share_over_dp: whether data-parallel ranks share work, factors and bases: those of ``pg_collection.dp_cp``, or
             ``expt_dp`` for experts, and of cut matrices those of ``tp_dp_cp``, or ``tp_expt_dp``, where it has these
             groups. Then the state of every rank has to be saved.
         symmetric_products: the kernel of ``g g^T`` and ``g^T g``, as in
             :class:`~megatron_eopt.settings.execution.Execution`; by default torch's.
+        **settings: see :class:`~megatron_eopt.step.parameters.Matrices`.
 
     Raises:
         ValueError: for a setting out of its range, a parameter of three or more dimensions that is not declared as a
@@ -127,7 +122,7 @@ class SOAP(FactoredOptimizer):
     moments = (EXP_AVG, EXP_AVG_SQ)
     own_settings = (
         *ADAM,
-        FACTOR_PRECISION,
+        GROUP_PRECISION,
         Setting("use_kl_shampoo", "Factors of KL-Shampoo, which Megatron's own has by default."),
         Setting("basis_of", "Whether a gradient is seen in a basis made before it, as published, or with it."),
         Setting("basis_method", "How bases are refreshed."),
@@ -163,12 +158,9 @@ class SOAP(FactoredOptimizer):
         correct_bias: bool = True,
         maximize: bool = False,
         fp32_matmul_prec: MatmulPrecision = "highest",
-        split_qkv: bool = False,
-        is_qkv_fn: Callable[[Tensor], bool] | None = None,
-        qkv_split_shapes: Sequence[int] | None = None,
-        pg_collection: TensorParallelGroups | None = None,
         share_over_dp: bool = False,
         symmetric_products: str | None = None,
+        **settings: Unpack[Matrices],
     ) -> None:
         super().__init__(params, locals())
 

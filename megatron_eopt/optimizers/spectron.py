@@ -481,7 +481,7 @@ class Spectron(StackedOptimizer):
         if stack.group["pairs"]:
             gradients = [g.to(stack.dtype) for g in stack.shards(GRADIENT)]
             return [self._equal(stack, "", numbers, stack.shards(WEIGHT), gradients)]
-        A, B = (stack.of_each(f"{FACTOR}_{letter}", stack.members) for letter in LETTERS)
+        A, B = (stack.of_each(f"{FACTOR}_{letter}") for letter in LETTERS)
         G = stack.state(GRADIENT).to(stack.dtype)
         of_B = [number + 1 for number in numbers]
         return [
@@ -501,8 +501,8 @@ class Spectron(StackedOptimizer):
             numbers=numbers,
             transposed=not end and stack.matrix.shape != matrix.shape,
             values=values,
-            momenta=stack.of_each(MOMENTUM_BUFFER + end, stack.members),
-            us=stack.of_each(U + end, stack.members),
+            momenta=stack.of_each(MOMENTUM_BUFFER + end),
+            us=stack.of_each(U + end),
             gradients=gradients,
             summed_over=other.group if end else "",
         )

@@ -51,6 +51,7 @@ from megatron_eopt.step.nonfinite import Flag
 from megatron_eopt.step.offload import Streamed
 from megatron_eopt.step.parameters import (
     DescribedMatrix,
+    Matrices,
     TensorParallelGroups,
     check_matrix,
     local,
@@ -107,19 +108,10 @@ class Transforms(Modifiers, total=False):
     align_rms: bool
 
 
-class Matrices(TypedDict, total=False):
-    """Settings for finding and exchanging matrices."""
-
-    split_qkv: bool
-    is_qkv_fn: Callable[[Tensor], bool] | None
-    qkv_split_shapes: Sequence[int] | None
-    pg_collection: TensorParallelGroups | None
-    execution: Execution
-
-
 class Transport(Matrices, total=False):
-    """Also those for orthogonalizing them."""
+    """Also those for exchanging and orthogonalizing them."""
 
+    execution: Execution
     tp_mode: TpMode
     fp32_matmul_prec: MatmulPrecision
     coefficient_type: str | Sequence[Coefficients]
@@ -132,7 +124,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     The momentum is orthogonalized by Newton-Schulz iteration as a whole matrix of the model: with every ``tp_mode`` but
     ``blockwise`` the update at TP=k is the update at TP=1, scale factor and QKV split included. DTensors (FSDP2, HSDP,
     tensor parallelism under them) work in their own layouts. Query groups of fused projections are interleaved,
-    ``(groups, q + k + v, hidden)``, as Megatron stores them. :func:`muon` is the step.
+    ``(groups, q + k + v, hidden)``, as Megatron stores them. :meth:`update` has the formula.
 
     A group may have its own ``num_ns_steps``, ``coefficient_type``, ``scale_mode`` and ``extra_scale_factor``, its own
     ``lr``, ``momentum``, ``nesterov``, ``weight_decay``, ``use_decoupled_weight_decay`` and ``weight_decay_method``,
@@ -187,7 +179,6 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     size_rule: ClassVar[str | None] = None  # how large an update is, where the scale settings have no effect
     instead_of_decay: ClassVar[str] = ""  # what replaces weight decay, for messages
     measures: ClassVar[bool] = False  # whether each step measures global matrices for the size of updates
-    copied: ClassVar[int] = 0  # bytes of each entry, by a program that has kernels, beside momenta that it keeps
 
     newton_schulz_calls: int = 0
 
@@ -247,10 +238,10 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         return modifiers.modified(group, self.decay_method(group))
 
     def _copied(self) -> int:
-        """Bytes of each entry that the program copies where kernels serve; if any, it may read gradients."""
+        """Bytes of each entry that a step copies where kernels serve."""
         both = [group for group in self.param_groups if modifiers.moment2_of(group) != "none"]
         measures = any(map(modifiers.measures, both))
-        return OF_ENTRY if measures or self._overridden("update") else self.copied
+        return OF_ENTRY if measures or self._overridden("update") else 0
 
     def _take(self, ok: Flag) -> None:
         session = self._session

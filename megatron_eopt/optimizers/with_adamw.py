@@ -188,7 +188,7 @@ class Muon(Optimizer):
         **muon_settings: Any,
     ) -> None:
         taken = {**inspect.signature(Muon).parameters, **settings_of(HeavyBallMuon)}
-        known = [name for name in taken if name not in ("muon_settings", "num_ns_steps")]
+        known = [name for name in taken if name != "muon_settings"]
         check_arguments(type(self).__name__, muon_settings, known)
         for name, params in (("muon_params", muon_params), ("adam_params", adam_params)):
             if isinstance(params, Tensor):

@@ -69,7 +69,7 @@ class ParamSlice:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class CompiledChunk:
     """Compiled buckets that are worked on together."""
 
     jobs: list[Job]
@@ -136,7 +136,7 @@ class Compiler:
         plan: Plan,
         parameters: Sequence[int],
         copied: int,
-    ) -> list[Chunk]:
+    ) -> list[CompiledChunk]:
         """A plan's chunks with these parameters.
 
         Programs are for as many parameters as the workspace has room to copy, of each entry so many bytes.
@@ -153,7 +153,7 @@ class Compiler:
                 order, runs = in_order(plan, bucket)
                 stacked.append(order)
                 jobs.append(self._job(plan, bucket, order, runs))
-            compiled.append(Chunk(jobs, self._slices(plan, stacked, copied), needed[number]))
+            compiled.append(CompiledChunk(jobs, self._slices(plan, stacked, copied), needed[number]))
         return compiled
 
     def _job(

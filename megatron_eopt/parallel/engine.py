@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_eopt.matrices import LocalRows
 from megatron_eopt.parallel.agreement import check_same, groups_by_label
-from megatron_eopt.parallel.chunks import Chunk, Compiler, ParamSpec
+from megatron_eopt.parallel.chunks import CompiledChunk, Compiler, ParamSpec
 from megatron_eopt.parallel.collectives import lowest
 from megatron_eopt.parallel.cost import largest_iteration
 from megatron_eopt.parallel.exchange import Exchanged, Spread, bring, hand_out
@@ -74,7 +74,7 @@ class Engine:
             self._room = workspace.for_chunks(largest_iteration(planned, self.works))
         if workspace.state:
             self._room = 0  # its slots on the device are those of the chunk at work and of the next
-        self._chunks: dict[tuple[int, ...], list[Chunk]] = {}
+        self._chunks: dict[tuple[int, ...], list[CompiledChunk]] = {}
         self._copied = OF_ENTRY
         self._marks: tuple[Sequence[bool], list[Tensor]] = ([], [])
 
@@ -128,7 +128,7 @@ class Engine:
             order.append([i for of_slice in chunk.slices for i in of_slice.parameters])
         return order
 
-    def _chunks_of(self, indices: Sequence[int]) -> list[Chunk]:
+    def _chunks_of(self, indices: Sequence[int]) -> list[CompiledChunk]:
         wanted = tuple(indices)
         if wanted not in self._chunks:
             if len(self._chunks) > _MOST_PLANS:

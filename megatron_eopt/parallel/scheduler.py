@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from megatron_eopt.parallel.chunks import Chunk, ParamSlice
+from megatron_eopt.parallel.chunks import CompiledChunk, ParamSlice
 from megatron_eopt.parallel.collectives import CollectiveError
 from megatron_eopt.parallel.exchange import Factors, Shapes, shards_of
 from megatron_eopt.parallel.schemes import SCHEMES
@@ -81,7 +81,7 @@ def rounds(waiting: Iterator[Generator[Any, None, Any] | None]) -> Iterator[None
 
 
 def run_chunks(
-    chunks: Sequence[Chunk],
+    chunks: Sequence[CompiledChunk],
     program: Callable[[Sequence[int]], Program],
     device: torch.device,
     room: int,
@@ -124,7 +124,7 @@ class StartedChunk:
         left: number of buckets that are not done.
     """
 
-    def __init__(self, chunk: Chunk, program: Callable[[Sequence[int]], Program], device: torch.device) -> None:
+    def __init__(self, chunk: CompiledChunk, program: Callable[[Sequence[int]], Program], device: torch.device) -> None:
         self.chunk = chunk
         self.left = len(chunk.jobs)
         self._factors: dict[int, Factors] = {}  # by the number of the bucket

@@ -69,7 +69,6 @@ def _settings_of(ours: Any) -> Mapping[str, Setting]:
             check=record.check or _check(argument.annotation, choices),
             choices=choices,
             default=default,
-            annotation=argument.annotation,
         )
     return types.MappingProxyType(found)
 

@@ -65,7 +65,6 @@ class Setting:
         choices: of a flag; filled in from a ``Literal``.
         metavar: what ``--help`` calls the flag's value.
         default: filled in from the signature, but where a ``TypedDict`` names the setting.
-        annotation: filled in from the signature.
     """
 
     name: str
@@ -78,7 +77,6 @@ class Setting:
     choices: tuple[str, ...] = ()
     metavar: str | None = None
     default: Any = None
-    annotation: Any = None
 
 
 def _check_momentum_dtype(called: str, value: Any) -> None:
@@ -104,7 +102,7 @@ MOMENTUM = (
 PARAMETERS = (
     Setting("pg_collection", whole=True),
     Setting("execution", whole=True),
-    Setting("split_qkv", "Orthogonalize fused projections whole.", whole=True, megatrons=True),
+    Setting("split_qkv", "Orthogonalize fused projections whole.", whole=True, megatrons=True, default=False),
     Setting("is_qkv_fn", whole=True),
     Setting("qkv_split_shapes", whole=True),
 )
@@ -263,8 +261,8 @@ ADAM = (
     Setting("maximize"),
 )
 
-FACTOR_PRECISION = Setting("fp32_matmul_prec")
-"""Of products of factors: a setting of groups, where Muon's is of all its products."""
+GROUP_PRECISION = Setting("fp32_matmul_prec")
+"""A setting of groups, where Muon's is of all its products."""
 
 FACTORS = (
     Setting("shampoo_beta", "Decay rate of the factors, in [0, 1).", BELOW_1),
@@ -281,10 +279,10 @@ FACTORS = (
     ),
 )
 
-MODIFIERS = CAUTION + NORM + RELATIVE + SECOND_MOMENT
+TRANSFORMS = CAUTION + NORM + RELATIVE + SECOND_MOMENT
 """What may be done between the update of a matrix and its weight: see :mod:`~megatron_eopt.settings.modifiers`."""
 
-MUON = RATES + DECAY + MOMENTUM + PARAMETERS + ITERATION + SCALE + MODIFIERS + EXECUTION
+MUON = RATES + DECAY + MOMENTUM + PARAMETERS + ITERATION + SCALE + TRANSFORMS + EXECUTION
 """All settings of Muon."""
 
 RECORDS = {record.name: record for record in ADAM + FACTORS + MUON}

@@ -78,6 +78,7 @@ from megatron_eopt.step.users_functions import OF_USERS, warn_of_uncalled
 
 ATTRIBUTES = "attributes_of_parameters"  # in what is copied and pickled
 PLANNED = ("tp_mode", "fp32_matmul_prec")  # attributes by which ranks plan
+OF_CONSTRUCTORS = {"self", "params", "settings", "kwargs", "__class__"}  # what locals() has beside settings
 HOOKS = ("_optimizer_", "_zero_grad_")  # beginnings of attributes of torch's, which belong to one object
 
 
@@ -127,6 +128,12 @@ class BaseOptimizer(Optimizer):
         known = settings_of(cls)
         check_arguments(cls.__name__, arguments.get("settings", {}), known)
         given = {**arguments, **arguments.get("settings", {})}
+        unknown = given.keys() - known.keys() - OF_CONSTRUCTORS
+        if unknown:
+            raise TypeError(
+                f"{cls.__name__} passes on {', '.join(sorted(unknown))}, no setting of the class of megatron_eopt that "
+                "it is made of: put a setting of your own into the groups"
+            )
         values = {key: given.get(key, setting.default) for key, setting in known.items()}
         check_values(cls.__name__, known, values)
         if "execution" in known and not isinstance(values["execution"], Execution):

@@ -43,8 +43,7 @@ class MomentumStack(Stack):
         scale: what multiplies the orthogonal factor of each matrix.
         modified: how updates and weights are modified.
         rounded: whether momenta are in bf16, and rounded at random.
-        lr: the learning rate of this step.
-        beta: of its momentum.
+        beta: of the momentum in this step.
         nesterov: whether that looks ahead.
         weight_decay: of this step.
         decays: whether there is one; a tensor may be one, since no device is asked.
@@ -56,7 +55,6 @@ class MomentumStack(Stack):
     scale: float = 1.0
     modified: Modified
     rounded: bool = False
-    lr: Scalar
     beta: float
     nesterov: bool
     weight_decay: Scalar
@@ -66,7 +64,7 @@ class MomentumStack(Stack):
     @property
     def decay(self) -> Scalar:
         """The part of the weights that a step takes away."""
-        return foreach.decay_power(self.lr, self.modified.decay_method) * self.weight_decay
+        return foreach.decay_power(self.group["lr"], self.modified.decay_method) * self.weight_decay
 
     @property
     def gradients(self) -> list[Tensor]:
@@ -124,7 +122,9 @@ def decay(chunk: Chunk[MomentumStack]) -> None:
 
 def momenta(stacks: Sequence[MomentumStack], rules: Sequence[MomentumRule]) -> Sequence[list[Tensor] | Write]:
     """See :meth:`MomentumStack.momentum`. Raises a ``ValueError`` for a rule that kernels do not have."""
-    [rule] = set(rules)
+    [rule, *others] = dict.fromkeys(rules)
+    if others:
+        raise ValueError("all groups take one rule of momenta")
     if stacks[0].kernels is None:
         return followed(stacks, [stack.gradients for stack in stacks], rule)
     if rule not in (foreach.average, foreach.heavy_ball):
@@ -209,6 +209,8 @@ def matrices_of(stacks: Iterable[Stack]) -> list[Matrix]:
 
 def subtract(updates: Updates, chunk: Chunk[MomentumStack]) -> None:
     """``p -= lr * scale * factor``; may write to factors."""
+    if chunk.copies:
+        chunk.write_back()  # kernels write to the parameters themselves
     measured: list[tuple[list[MomentumStack], list[Tensor]]] = []
     for alike in chunk.groups:
         first = alike[0]
@@ -224,7 +226,7 @@ def subtract(updates: Updates, chunk: Chunk[MomentumStack]) -> None:
             measured.append((alike, factors))
         else:
             weights = shards_of(alike, WEIGHT)
-            foreach.subtract(weights, factors, first.lr, first.ok)
+            foreach.subtract(weights, factors, first.group["lr"], first.ok)
     if measured:
         _rotate(measured, chunk.engine)
 
@@ -257,7 +259,7 @@ def _rotate(measured: Sequence[tuple[list[MomentumStack], list[Tensor]]], engine
     of_groups = zip(measured, squares.split(counts, 1), inner.split(counts), strict=True)
     for (alike, factors), norms, products in of_groups:
         first = alike[0]
-        rate = first.if_ok(first.lr)
+        rate = first.if_ok(first.group["lr"])
         if first.modified.holds:
             radii = torch.stack(joined(stack.of_each(RADIUS) for stack in alike))
             coefficients = on_spheres(norms, products, radii, radii * rate)

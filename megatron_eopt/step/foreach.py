@@ -85,7 +85,7 @@ def scale_each(tensors: Tensors, factors: Tensors) -> None:
             torch._foreach_copy_([tensors[i] for i in equal], (stacked(tensors, equal) * factor).unbind())
 
 
-def times(tensors: Tensors, factors: Tensor, ok: Flag) -> None:
+def multiply_each(tensors: Tensors, factors: Tensor, ok: Flag) -> None:
     """Multiply each tensor by an entry; with a flag, on a GPU, in few launches at the price of copies."""
     multiply = torch._foreach_mul_ if ok is None else scale_each
     multiply(list(tensors), factors.unbind())

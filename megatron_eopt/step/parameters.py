@@ -1,8 +1,8 @@
 """Names, layouts and logical matrices of parameters."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,23 @@ class TensorParallelGroups(Protocol):
 
     tp: ProcessGroup
     expt_tp: ProcessGroup
+
+
+class Matrices(TypedDict, total=False):
+    """Settings by which logical matrices and their shards are found.
+
+    Attributes:
+        split_qkv: work on the parts of fused query, key and value projections separately; False.
+        is_qkv_fn: tells which parameters are fused.
+        qkv_split_shapes: rows of (q, k, v), or of (q, gate, k, v), in one query group; the attribute of a parameter
+            wins.
+        pg_collection: the process groups ``tp`` and, for experts, ``expt_tp``; None where nothing is sharded.
+    """
+
+    split_qkv: bool
+    is_qkv_fn: Callable[[Tensor], bool] | None
+    qkv_split_shapes: Sequence[int] | None
+    pg_collection: TensorParallelGroups | None
 
 
 @dataclass(frozen=True)

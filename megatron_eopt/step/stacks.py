@@ -101,7 +101,6 @@ class Stack:
         group: its settings.
         matrix: one of them, as the engine has it; none where the engine knows no layout.
         has_factor: whether rows have a factor, and columns.
-        numbers: how many each compute rank has; empty where every rank works on all.
         own: those that this rank works on.
         spread: as what they are exchanged; None where nothing is.
         ndim: of a stack of shards: 3, or 2 for vectors.
@@ -122,7 +121,6 @@ class Stack:
         if of_parameter:
             self.matrix = of_parameter[first.number]
         self.has_factor = (False, False)
-        self.numbers: list[int] = []
         self.own = self.members
         self.spread: Spread | None = None
         if first.plan is not None:
@@ -140,14 +138,15 @@ class Stack:
 
     def _deal(self, plan: MatrixPlan) -> None:
         self.has_factor = plan.has_factor
+        numbers: list[int] = []  # how many each compute rank has; none where every rank works on all
         if plan.compute_rank is not None:
             ranks = [member.plan.compute_rank or 0 for member in self.members if member.plan is not None]
             in_order = sorted(zip(ranks, self.members, strict=True), key=lambda pair: pair[0])
             self.members = [member for _, member in in_order]
-            self.numbers = [ranks.count(rank) for rank in range(plan.layout.ranks)]
+            numbers = [ranks.count(rank) for rank in range(plan.layout.ranks)]
             self.own = [member for rank, member in in_order if rank == plan.layout.rank]
         if plan.gathered:
-            self.spread = Spread(self.matrix, self.numbers)
+            self.spread = Spread(self.matrix, numbers)
 
     def begin(self, inputs: Inputs) -> None:
         """Take what a step reads."""
@@ -194,13 +193,15 @@ class Stack:
                 self.tensors[key] = [shards[member.index][member.number] for member in self.members]
         return self.tensors[key]
 
-    def of_each(self, key: str, members: Sequence[Member] | None = None) -> list[Tensor]:
-        """The state of single matrices, under a key that ends as theirs do; by default of all."""
+    def of_each(self, key: str) -> list[Tensor]:
+        """The state of single matrices, under a key that ends as theirs do."""
         if key not in self.tensors:
-            state = self.chunk.optimizer.state
-            some = self.members if members is None else members
-            self.tensors[key] = [local(state[member.parameter][key + member.end]) for member in some]
+            self.tensors[key] = self._of_members(key, self.members)
         return self.tensors[key]
+
+    def _of_members(self, key: str, members: Sequence[Member]) -> list[Tensor]:
+        state = self.chunk.optimizer.state
+        return [local(state[member.parameter][key + member.end]) for member in members]
 
     def state(self, key: str) -> Tensor:
         """A stack of shards; of one, a view."""
@@ -212,11 +213,11 @@ class Stack:
 
     def owned(self, key: str) -> Tensor:
         """A stack of the state of each matrix that this rank computes; of one, a view."""
-        return stacked(self.of_each(key, self.own))
+        return stacked(self._of_members(key, self.own))
 
     def keep_owned(self, key: str, x: Tensor) -> None:
         """Write such state back."""
-        torch._foreach_copy_(self.of_each(key, self.own), list(x.unbind()))
+        torch._foreach_copy_(self._of_members(key, self.own), list(x.unbind()))
 
     # What a rule may wait for: ``[whole] = yield stack.gather(shards)``.
 
@@ -290,14 +291,14 @@ class Chunk[S: Stack]:
             stack.begin(inputs)
 
     def wholes(self, key: str) -> dict[int, Tensor]:
-        """This rank's shard of each parameter, by its index, or of what lies as it."""
+        """This rank's shard of each parameter, by its index, or of what lies as it, where it has that."""
         if key not in self._wholes:
             found = self.parameters
             if key == GRADIENT:
                 found = {index: self.inputs.gradients[index] for index in self.parameters}
             elif key != WEIGHT:
                 state = self.optimizer.state
-                found = {index: state[p][key] for index, p in self.parameters.items()}
+                found = {index: state[p][key] for index, p in self.parameters.items() if key in state[p]}
             if self._dtensors:
                 found = {index: local(x) for index, x in found.items()}
             if self.on_device is not None:
@@ -372,12 +373,16 @@ def lockstep[S: Stack](rules: Iterable[tuple[S, Rule]]) -> Generator[Any, Any, d
     while running:
         asking: dict[Verb, list[tuple[S, Rule, Any]]] = {}
         for stack, rule, answer in running:
+            if not isinstance(rule, Generator):
+                raise TypeError(f"update() of {type(stack.chunk.optimizer).__name__} has to yield what it waits for")
             try:
-                verb, asked = rule.send(answer)
+                request = rule.send(answer)
             except StopIteration as end:
                 made[stack] = end.value
                 continue
-            asking.setdefault(verb, []).append((stack, rule, asked))
+            if not isinstance(request, Request):
+                raise TypeError(f"a rule yields what methods of its stack return, as stack.momentum(), got {request!r}")
+            asking.setdefault(request.verb, []).append((stack, rule, request.asked))
         running = []
         for verb, some in sorted(asking.items(), key=lambda item: item[0].__name__):
             answers = verb([stack for stack, _, _ in some], [asked for _, _, asked in some])
@@ -415,6 +420,8 @@ def orthogonalized(
 ) -> Generator[Any, Tensors, list[Tensors]]:
     """See :meth:`Stack.orthogonalize`; all stacks of a chunk ask."""
     chunk = stacks[0].chunk
+    if len(stacks) < len(chunk.stacks):
+        raise ValueError("the rules of all groups orthogonalize once, and after the same other requests")
     if chunk.copies:
         chunk.write_back()  # a user's function may read parameters, and host memory takes momenta
     in_order = dict[int, Tensor]()
@@ -423,6 +430,8 @@ def orthogonalized(
         if isinstance(shards, list):
             in_order.update(zip(stack.places, shards, strict=True))
             shards.clear()
+        elif isinstance(shards, Request | Tensor):
+            raise TypeError("a rule orthogonalizes a list of shards, or what `yield stack.momentum()` gave")
         else:
             writes.setdefault(shards, []).append(stack)
 

@@ -278,14 +278,14 @@ class StepKernels:
         seen: list[object] = [scale, lines, stack.nesterov, stack.decays, stack.modified]
         for some in tensors.values():
             seen += [*map(address, some)], [*map(Tensor.stride, some)], [x.dtype for x in some]
-        seen.append([isinstance(x, Tensor) for x in (stack.lr, stack.weight_decay)])
+        seen.append([isinstance(x, Tensor) for x in (stack.group["lr"], stack.weight_decay)])
         whole = others
         if isinstance(others, Rows):
             seen.append(others.rows)
             whole = []
             for of_bucket in others.stacks:
                 whole += [of_bucket] if isinstance(of_bucket, Tensor) else of_bucket
-        seen += stacks_of(whole), [(x.storage_offset(), x.stride(), x.dtype) for x in whole]
+        seen += storage_numbers(whole), [(x.storage_offset(), x.stride(), x.dtype) for x in whole]
         key = (kernel, stack, *sides, *constants.items())
         known, launches = self._known.get(key, ([], []))
         if len(self._known) > _MOST_TABLES:  # where other parameters have gradients in each step
@@ -305,7 +305,7 @@ class StepKernels:
         lines: int,
         constants: dict[str, bool],
     ) -> list[Launch]:
-        memories = stacks_of(others)
+        memories = storage_numbers(others)
         first_scale = 0  # of the matrix
         alike: dict[tuple[Any, ...], list[Piece]] = {}
         for n, member in enumerate(stack.members):
@@ -505,7 +505,7 @@ def _float(x: Scalar) -> Scalar:
 
 def _rates(stack: MomentumStack) -> tuple[Scalar, Scalar]:
     """The learning rate, and what decay leaves of a weight."""
-    lr = stack.lr
+    lr = stack.group["lr"]
     kept = 1 - stack.decay
     tensors = [x for x in (lr, kept) if isinstance(x, Tensor) and x.device.type != "cpu"]
     if not tensors:
@@ -524,7 +524,7 @@ address = Tensor.data_ptr
 """Where a tensor lies."""
 
 
-def stacks_of(tensors: Tensors) -> list[int]:
+def storage_numbers(tensors: Tensors) -> list[int]:
     """Equal numbers for tensors that are views of one memory."""
     numbers: dict[int, int] = {}
     return [numbers.setdefault(storage(x), len(numbers)) for x in tensors]

@@ -215,3 +215,17 @@ def test_a_scale_that_is_no_number_is_refused_before_anything_changes(wrong):
 def test_a_group_that_says_what_no_step_would_do_is_refused(cls, settings, message):
     with pytest.raises(ValueError, match=message):
         cls([{"params": [matrix(4, 6)], **settings}], lr=0.1)
+
+
+@pytest.mark.parametrize("other", [{}, {"moment2_method": "normuon"}])
+def test_a_second_moment_of_one_group_is_none_of_another(other):
+    def stepped(*groups):
+        parameters = [matrix(6, 10, number) for number, _ in enumerate(groups)]
+        made = TensorParallelMuon([{"params": [p], **group} for p, group in zip(parameters, groups, strict=True)])
+        for seed in range(2):
+            step(made, seed)
+        return weights(made)
+
+    adamuon = {"moment2_method": "adamuon"}
+    [alone] = stepped(adamuon)
+    assert torch.equal(stepped(adamuon, other)[0], alone)

@@ -256,6 +256,27 @@ def test_a_rule_of_momenta_that_kernels_lack_is_refused_before_anything_changes(
 
 
 @interpreted
+def test_a_rule_that_reads_weights_takes_the_steps_of_torch():
+    class Own(TensorParallelMuon):
+        def update(self, stack):
+            u = yield stack.momentum()
+            O = yield stack.orthogonalize(u)
+            norms = torch.stack([weight.norm() for weight in stack.shards("weight")])
+            return Update(O, stack.scale * norms)
+
+    def stepped(form):
+        (p,) = of_shapes(shapes=[(8, 4)])
+        p.logical_matrices = query_key_value([2, 1, 1])
+        optimizer = Own([p], lr=0.1, weight_decay=0.0, execution=Execution(step_kernels=form))
+        for n in range(STEPS):
+            p.grad = drawn(p.shape, n).to(DEVICE)
+            optimizer.step()
+        return p.detach()
+
+    torch.testing.assert_close(stepped("triton"), stepped("torch"))
+
+
+@interpreted
 def test_gradients_of_convolutions_may_lie_otherwise():
     def step(form):
         (p,) = of_shapes(shapes=[(6, 4, 3, 2)])

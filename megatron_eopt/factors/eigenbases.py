@@ -7,7 +7,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from megatron_eopt.factors.factored import Side
+from megatron_eopt.factors.sides import Side
 from megatron_eopt.orthogonalize.bases import eigenvectors, orthonormal_columns
 from megatron_eopt.step.nonfinite import LARGEST_NORM
 

@@ -1,14 +1,13 @@
 """Optimizers that keep a factor of the rows and one of the columns of each matrix."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megatron_eopt.kernels.choice import products_for
+from megatron_eopt.factors.sides import KERNEL, SIDE_KEYS, Side
 from megatron_eopt.matrices import WHOLE, Split
 from megatron_eopt.parallel.attributes import is_expert
 from megatron_eopt.parallel.layout import Layout, on_one_rank, shared_out
@@ -21,19 +20,8 @@ from megatron_eopt.step.stacked import CLOCK, StackedOptimizer
 from megatron_eopt.step.stacks import Stack, wide
 from megatron_eopt.step.state import EXP_AVG, STEPS, StateTensor
 
-KERNEL = "symmetric_products"
-SIDE_KEYS = (("L", "Q_L"), ("R", "Q_R"))  # the state of the rows and of the columns, as Side has it
-
 Decay = Literal["decoupled", "independent", "palm"]
 WeightNorm = Literal["none", "hold"]
-
-
-@dataclass(frozen=True)
-class Side:
-    """Stacked factors (n, length, length) of the rows or columns, and their eigenbases."""
-
-    factor: Tensor
-    basis: Tensor  # the eigenvectors are columns
 
 
 class FactoredOptimizer(StackedOptimizer):
@@ -169,20 +157,8 @@ class FactoredOptimizer(StackedOptimizer):
                 stack.keep_owned(basis, side.basis)
 
 
-def gram(x: Tensor, settings: Mapping[str, Any]) -> Tensor:
-    """``X X^T`` of a stack, by the kernel of the group."""
-    kernel = settings[KERNEL] or "torch"
-    return products_for(kernel, x.device, x.dtype, settings["fp32_matmul_prec"]).gram(x)
-
-
 def steps_taken(stack: Stack) -> Tensor:
     """Steps of this rank's matrices, with this one, as a stack has dimensions."""
     state = stack.chunk.optimizer.state
     steps = torch.stack([state[member.parameter][STEPS] for member in stack.own])
     return steps.view(-1, *[1] * (stack.ndim - 1))
-
-
-def follow(factor: Tensor, product: Tensor, weight: Tensor, where: Flag) -> None:
-    """``F += weight (product - F)`` in place, where so."""
-    followed = product if where is None else torch.where(where, product, factor)
-    factor.lerp_(followed, weight.to(factor.dtype))

@@ -16,7 +16,7 @@ from megatron_eopt.factors.eigenbases import (
     turned,
     whitened,
 )
-from megatron_eopt.factors.factored import Side, follow, gram
+from megatron_eopt.factors.sides import Side, follow, gram
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.scale import muon_scale_factor
 from megatron_eopt.step.foreach import copy_where, where

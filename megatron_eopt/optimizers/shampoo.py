@@ -17,15 +17,8 @@ from megatron_eopt.factors.eigenbases import (
     turned,
     whitened,
 )
-from megatron_eopt.factors.factored import (
-    Decay,
-    FactoredOptimizer,
-    Side,
-    WeightNorm,
-    follow,
-    gram,
-    steps_taken,
-)
+from megatron_eopt.factors.factored import Decay, FactoredOptimizer, WeightNorm, steps_taken
+from megatron_eopt.factors.sides import Side, follow, gram
 from megatron_eopt.kernels.precision import MatmulPrecision, fp32_products
 from megatron_eopt.orthogonalize.scale import ScaleMode, muon_scale_factor
 from megatron_eopt.settings.records import GROUP_PRECISION, Setting

@@ -461,7 +461,7 @@ def joined(lists: Iterable[Iterable[Tensor]]) -> list[Tensor]:
 
 def shards_of(stacks: Iterable[Stack], key: str) -> list[Tensor]:
     """This rank's shards of all stacks, under a key."""
-    return joined(stack.shards(key) for stack in stacks)
+    return [shard for stack in stacks for shard in stack.shards(key)]
 
 
 def by_stack[T](stacks: Iterable[Stack], of_matrices: Iterable[T]) -> list[list[T]]:

@@ -9,16 +9,18 @@ from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.kernels.precision import MatmulPrecision
 from megatron_eopt.matrices import declared_split
-from megatron_eopt.optimizers.tensor_parallel_muon import Matrices, Modifiers, TensorParallelMuon
+from megatron_eopt.optimizers.tensor_parallel_muon import Modifiers, TensorParallelMuon
 from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.scale import ScaleMode
 from megatron_eopt.parallel.layout import Layout
 from megatron_eopt.parallel.plan_records import TpMode
+from megatron_eopt.settings.execution import Execution
 from megatron_eopt.settings.records import DecayMethod, Setting
 from megatron_eopt.step.base import BaseOptimizer
 from megatron_eopt.step.elementwise import MomentumStack, Update
 from megatron_eopt.step.foreach import heavy_ball
+from megatron_eopt.step.parameters import Matrices
 from megatron_eopt.step.stacks import Rule
 
 
@@ -31,6 +33,7 @@ class MuonSettings(Matrices, Modifiers, total=False):
     use_decoupled_weight_decay: bool
     weight_decay_method: DecayMethod | None
     extra_scale_factor: float
+    execution: Execution
 
 
 class HeavyBallMuon(TensorParallelMuon):

@@ -438,6 +438,8 @@ def orthogonalized(
     def written(updates: Tensors) -> None:
         for write, some in writes.items():
             write(some, [some_of(updates, stack.places) for stack in some])
+        for place, shard in in_order.items():
+            updates[place].copy_(shard)
 
     if writes:
         factors = yield written

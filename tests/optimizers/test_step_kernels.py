@@ -255,23 +255,35 @@ def test_a_rule_of_momenta_that_kernels_lack_is_refused_before_anything_changes(
     assert_equal(zip(before, [p.detach() for p in parameters], strict=True))
 
 
-@interpreted
-def test_a_rule_that_reads_weights_takes_the_steps_of_torch():
-    class Own(TensorParallelMuon):
-        def update(self, stack):
-            u = yield stack.momentum()
-            O = yield stack.orthogonalize(u)
-            norms = torch.stack([weight.norm() for weight in stack.shards("weight")])
-            return Update(O, stack.scale * norms)
+def of_weights(self, stack):
+    u = yield stack.momentum()
+    O = yield stack.orthogonalize(u)
+    norms = torch.stack([weight.norm() for weight in stack.shards("weight")])
+    return Update(O, stack.scale * norms)
 
+
+def of_gradients_in_a_group(self, stack):
+    u = yield stack.momentum()
+    if stack.group_number:
+        u = [g.clone() for g in stack.shards("gradient")]
+    return Update((yield stack.orthogonalize(u)), stack.scale)
+
+
+@interpreted
+@pytest.mark.parametrize("update", [of_weights, of_gradients_in_a_group])
+def test_a_rule_of_a_users_takes_the_steps_of_torch(update):
     def stepped(form):
-        (p,) = of_shapes(shapes=[(8, 4)])
-        p.logical_matrices = query_key_value([2, 1, 1])
-        optimizer = Own([p], lr=0.1, weight_decay=0.0, execution=Execution(step_kernels=form))
+        parameters = of_shapes(shapes=[(8, 4), (8, 4)])
+        for p in parameters:
+            p.logical_matrices = query_key_value([2, 1, 1])
+        groups = [{"params": [p]} for p in parameters]
+        cls = type("Own", (TensorParallelMuon,), {"update": update})
+        optimizer = cls(groups, lr=0.1, weight_decay=0.0, execution=Execution(step_kernels=form))
         for n in range(STEPS):
-            p.grad = drawn(p.shape, n).to(DEVICE)
+            for p in parameters:
+                p.grad = drawn(p.shape, n).to(DEVICE)
             optimizer.step()
-        return p.detach()
+        return [p.detach() for p in parameters]
 
     torch.testing.assert_close(stepped("triton"), stepped("torch"))
 

@@ -123,18 +123,25 @@ class OptimizerSpec:
 
     name: str  # for ``--optimizer``, and for the config of plain torch
     cls: type[BaseOptimizer]
-    owns: Literal["matrices", "all"] = "matrices"  # the parameters it updates in Megatron; Adam updates the rest
-    vectors: bool = False  # takes any shape, so that plain torch gives it all; always where it owns all
     of_muon: tuple[str, ...] = ()  # settings that it takes from Muon's flags
     betas: str = ""  # prefix of the flags for its betas and ``eps``
     flags: tuple[Any, ...] = ()  # given as flags, or as names of settings; then flags
     update_rms: float | None = None  # RMS of an update's entries, before the rate, where no matrix has one of its own
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "vectors", self.vectors or self.owns == "all")
         known = self.settings
         flags = [Flag(each) if isinstance(each, str) else each for each in self.flags]
         object.__setattr__(self, "flags", tuple(flag.completed(self.name, known) for flag in flags))
+
+    @property
+    def owns(self) -> Literal["matrices", "all"]:
+        """The parameters that it updates in Megatron; Adam updates the rest."""
+        return "all" if self.cls.elementwise else "matrices"
+
+    @property
+    def vectors(self) -> bool:
+        """Whether it takes any shape, so that plain torch gives it all."""
+        return self.cls.elementwise or getattr(self.cls, "takes", "") == "matrices and vectors"
 
     @property
     def settings(self) -> Mapping[str, Setting]:
@@ -282,7 +289,6 @@ _SPECS = (
     OptimizerSpec(
         name="soap",
         cls=SOAP,
-        vectors=True,
         of_muon=("symmetric_products", "split_qkv"),
         betas="adam",
         flags=(
@@ -337,7 +343,6 @@ _SPECS = (
     OptimizerSpec(
         name="lion",
         cls=Lion,
-        owns="all",
         betas="lion",
         flags=(
             Flag(
@@ -354,14 +359,12 @@ _SPECS = (
     OptimizerSpec(
         name="signum",
         cls=Signum,
-        owns="all",
         flags=(Flag("momentum", "Decay rate of the momentum, in [0, 1); 0 is signSGD."),),
         update_rms=1.0,
     ),
     OptimizerSpec(
         name="schedule_free_adamw",
         cls=ScheduleFreeAdamW,
-        owns="all",
         betas="adam",
         flags=(
             "warmup_steps",
@@ -374,7 +377,6 @@ _SPECS = (
     OptimizerSpec(
         name="ademamix",
         cls=AdEMAMix,
-        owns="all",
         betas="adam",
         flags=(
             "beta3",

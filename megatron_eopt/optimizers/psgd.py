@@ -36,7 +36,7 @@ class PSGDKron(StackedOptimizer):
     This is the form that the author of PSGD recommends ("Q0.5EQ1.5", with a Procrustes step [2]), and that of
     emerging-optimizers' PSGDPro: no triangular solves, and all products are of matrices. An update has an RMS of about
     1, whatever the size of the gradients. ``rate`` is ``precond_lr / sqrt(1 + t / precond_decay_steps)`` in step ``t``
-    of the optimizer (from 0), at least ``min_precond_lr``. A side longer than ``max_dim`` has the diagonal of a factor
+    of the group (from 0), at least ``min_precond_lr``. A side longer than ``max_dim`` has the diagonal of a factor
     alone.
 
     Its random numbers (the noise, and probes for norms) are a hash of the step and of their place in the whole matrix:

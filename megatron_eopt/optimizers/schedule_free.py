@@ -28,6 +28,7 @@ SCHEDULE = "schedule"  # three numbers in fp64: steps of a parameter, the sum of
 # Settings of a group: steps of the optimizer so far, the same in all, and whether parameters are at y.
 COUNT = "k"
 TRAIN_MODE = "train_mode"
+WEIGHTED = ("variant", ("schedulefree",))  # with which settings of weights have an effect
 
 
 class ScheduleFreeAdamW(BaseOptimizer):
@@ -85,8 +86,15 @@ class ScheduleFreeAdamW(BaseOptimizer):
             "Weights of the average: kempnerforge takes the rate; schedulefree a power of the largest rate so far, and "
             "decays by y.",
         ),
-        Setting("r", "For schedulefree: power of a step's number in the weight of the step.", FINITE),
-        Setting("weight_lr_power", "For schedulefree: power of the largest rate in the weight of a step.", AT_LEAST_0),
+        Setting(
+            "r", "For schedulefree: power of a step's number in the weight of the step.", FINITE, only_with=WEIGHTED
+        ),
+        Setting(
+            "weight_lr_power",
+            "For schedulefree: power of the largest rate in the weight of a step.",
+            AT_LEAST_0,
+            only_with=WEIGHTED,
+        ),
     )
     persistent_group_keys = frozenset({TRAIN_MODE, COUNT})
     counters = frozenset({COUNT})
@@ -115,13 +123,6 @@ class ScheduleFreeAdamW(BaseOptimizer):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         name = type(self).__name__
-        r = group["r"]
-        power = group["weight_lr_power"]
-        if group["variant"] == "kempnerforge" and (r, power) != (0, 2):
-            raise ValueError(
-                f"{name}: r={r} and weight_lr_power={power} would have no effect with variant 'kempnerforge', whose "
-                "weights are the rates: leave them away, or take variant='schedulefree'"
-            )
         if self.live == "x":
             raise ValueError(f"{name}: parameters are at x, for evaluation: call train_params() before adding a group")
         group[TRAIN_MODE] = True

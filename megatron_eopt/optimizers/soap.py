@@ -130,7 +130,11 @@ class SOAP(FactoredOptimizer):
         Setting("weight_norm", "Whether every matrix keeps the norm that it starts with (KL-SOAP-H)."),
         Setting("nesterov", "Whether the first moment looks ahead."),
         Setting("orthogonalize", "Updates are orthogonalized (SOAP-Muon)."),
-        Setting("scale_mode", "How the size of an orthogonalized update follows from the shape."),
+        Setting(
+            "scale_mode",
+            "How the size of an orthogonalized update follows from the shape.",
+            only_with=("orthogonalize", (True,)),
+        ),
         Setting("max_dim", "The longest side that has a factor and a basis.", count(0), planned=True),
     )
 
@@ -168,15 +172,6 @@ class SOAP(FactoredOptimizer):
         super()._check_group(group)
         if group["orthogonalize"]:
             self._check_factors(group, " with orthogonalize")
-            return
-        scale_mode = group["scale_mode"]
-        # a group that leaves orthogonalize off may have the scale of those that do not
-        inherited = self.defaults["orthogonalize"] and scale_mode == self.defaults["scale_mode"]
-        if scale_mode != "shape_scaling" and not inherited:
-            raise ValueError(
-                f"{type(self).__name__}: scale_mode {scale_mode!r} has no effect without orthogonalize: set "
-                "orthogonalize=True, or take it away"
-            )
 
     def skips_first_update(self, group: Mapping[str, Any]) -> bool:
         """Not where a gradient is seen in a basis of itself."""

@@ -244,7 +244,7 @@ class BaseOptimizer(Optimizer):
         return None
 
     def _check_settings(self, group: dict[str, Any]) -> None:
-        """Refuse settings of a new, loaded or changed group that no step could use, without waiting."""
+        """Refuse settings of a new, loaded or changed group that no step could use; numbers lose their dimensions."""
         name = type(self).__name__
         lacking = self.defaults.keys() - group.keys()
         if lacking:

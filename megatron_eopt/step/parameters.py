@@ -32,7 +32,7 @@ GROUPS = ("tp", "expt_tp")  # in the order of layout_of
 
 
 class TensorParallelGroups(Protocol):
-    """What is read of Megatron's ProcessGroupCollection."""
+    """What every optimizer reads of Megatron's ProcessGroupCollection; some read further groups."""
 
     tp: ProcessGroup
     expt_tp: ProcessGroup

@@ -43,7 +43,7 @@ from megatron_eopt.step.stacks import (
 from megatron_eopt.step.state import EXP_AVG
 from megatron_eopt.step.weight_step import on_spheres, squares_and_products
 
-CLOCK = "clock"  # setting of a group: steps of the optimizer so far, by which factors are worked on again
+CLOCK = "clock"  # setting of a group: its steps so far, by which factors are worked on again
 
 MOST_BYTES = 2**28  # of a stack of equal matrices, and of what is gathered at once, where one is not larger
 

@@ -58,10 +58,14 @@ def decay_power(lr: Scalar, method: DecayMethod) -> Scalar:
 def scale(tensors: Tensors, factor: Scalar, ok: Flag = None) -> None:
     """Multiply tensors in place."""
     if ok is not None:
-        kept = (1 + ok.double() * (factor - 1)).view(1)  # which, unlike a scalar, is not rounded to 16 bits
+        by_dtype: dict[torch.dtype, Tensor] = {}
         for equal in alike(tensors):
             stack = stacked(tensors, equal)
-            factors = kept.to(torch.promote_types(stack.dtype, torch.float32))
+            wide = torch.promote_types(stack.dtype, torch.float32)
+            if wide not in by_dtype:
+                full = factor.to(wide) if isinstance(factor, Tensor) else torch.full_like(ok, factor, dtype=wide)
+                by_dtype[wide] = torch.where(ok, full, 1.0).view(1)  # which, unlike a scalar, is not rounded to 16 bits
+            factors = by_dtype[wide]
             if len(equal) == 1:
                 stack.mul_(factors)  # a view, of what may be large
             else:

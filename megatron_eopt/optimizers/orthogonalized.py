@@ -32,6 +32,7 @@ from megatron_eopt.step.stacks import Chunk, Inputs, Member, Rule, gradients_of,
 from megatron_eopt.step.state import MOMENTUM_BUFFER, StateTensor
 from megatron_eopt.step.users_functions import OF_USERS, checked
 from megatron_eopt.step.users_step import users_step
+from megatron_eopt.transforms.second_moment import divided
 
 MUONS = ("execution", "tp_mode", *names_of(EXECUTION))  # settings that only Muon and its relatives have
 # methods by which users make updates of whole parameters or matrices
@@ -257,17 +258,14 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         updates = yield from lockstep([(stack, self.update(stack)) for stack in chunk.stacks])
         if not all(isinstance(update, Update) for update in updates.values()):
             raise TypeError(f"{type(self).__name__}.update() has to return an Update(factors, scale)")
-        for transform in self._session.settled.transforms:
-            updates = transform(updates, chunk.engine)
+        if any(stack.modified.moment2_method != "none" for stack in chunk.stacks):
+            updates = divided(updates, chunk.engine)
         subtract(updates, chunk)
         chunk.end()
 
     def _inputs(self, ok: Flag) -> Inputs:
         """What the step reads; makes state that is missing."""
-        gradients = gradients_of(self._parameters(), self._begin_state())
-        if self._session.settled.dtensors:
-            gradients = {i: local(x) for i, x in gradients.items()}
-        return Inputs(self.param_groups, gradients, ok)
+        return Inputs(self.param_groups, gradients_of(self._parameters(), self._begin_state()), ok)
 
     def _chunk_of(self, indices: Iterable[int], inputs: Inputs) -> Chunk[MomentumStack]:
         """The chunk of these parameters, which is kept from step to step, with what a step reads."""

@@ -64,7 +64,6 @@ from megatron_eopt.step.step_form import step_form
 from megatron_eopt.step.step_kernels import StepKernels
 from megatron_eopt.step.users_functions import factors_by_user, of_whole, scaled_by_user, scales_of
 from megatron_eopt.transforms import second_moment
-from megatron_eopt.transforms.second_moment import divided
 
 
 class Modifiers(TypedDict, total=False):
@@ -268,7 +267,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     def _run(self, inputs: Inputs) -> None:
         engine = self.engine
-        offloads = self._session.settled.offloads
+        offloads = self.execution.offload_fraction > 0
 
         def program(indices: Sequence[int]) -> Program:
             chunk = self._chunk_of(indices, inputs)
@@ -416,9 +415,6 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         settled = super()._settled(engine)
         matrices = zip(self._parameters(), engine.matrices, strict=True)
         settled.scales = [scales_of(self._scale_of(self.group_of(p)), of_p) for p, of_p in matrices]
-        if any(each.moment2_method != "none" for each in settled.modified):
-            settled.transforms.append(divided)
-        settled.offloads = self.execution.offload_fraction > 0
         settled.copied = self._copied()
         form, _ = step_form(self, engine.device)
         if form == "triton":

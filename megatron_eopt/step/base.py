@@ -577,7 +577,7 @@ class BaseOptimizer(Optimizer):
     def _settled(self, engine: Engine) -> StepCache:
         """Find what follows from an agreed engine; raises before anything is kept."""
         self._check_kept()
-        return StepCache(dtensors=has_dtensors(self._parameters()))
+        return StepCache()
 
     def _check_fixed(self, groups_of_state: Sequence[Mapping[str, Any]]) -> None:
         """Refuse other settings than state was made with, where they cannot change."""

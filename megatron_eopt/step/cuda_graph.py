@@ -64,6 +64,9 @@ class GraphedUpdate:
     def __call__(self, inputs: Inputs) -> None:
         """Update as ``update`` would; call :meth:`check` before."""
         gradients = list(inputs.gradients.values())
+        if not gradients:  # nor anything to capture
+            self._update(inputs)
+            return
         places: list[object] = [(x.data_ptr(), x.stride(), x.dtype) for x in gradients]
         if self._fixed is not None and not self._copies and places != self._places:
             self._copies = True

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from megatron_eopt.parallel.engine import Engine
-from megatron_eopt.parallel.plan_records import Matrix
 from megatron_eopt.parallel.statistics import StatisticsRequest
 from megatron_eopt.settings.groups import MOMENTUM_STEPS
 from megatron_eopt.settings.modifiers import RADIUS, Modified
@@ -19,7 +18,18 @@ from megatron_eopt.settings.values import Scalar
 from megatron_eopt.step import foreach
 from megatron_eopt.step.foreach import MomentumRule, Tensors
 from megatron_eopt.step.rounding import store
-from megatron_eopt.step.stacks import GRADIENT, WEIGHT, Chunk, Request, Stack, Write, by_stack, joined, shards_of
+from megatron_eopt.step.stacks import (
+    GRADIENT,
+    WEIGHT,
+    Chunk,
+    Request,
+    Stack,
+    Write,
+    by_stack,
+    joined,
+    matrices_of,
+    shards_of,
+)
 from megatron_eopt.step.state import MOMENTUM_BUFFER
 from megatron_eopt.step.weight_step import (
     decay_cautiously,
@@ -197,14 +207,6 @@ def inner_products(
         positive, negative = squares_of_shards(engine, matrices, *map(joined, zip(*norms, strict=True)))
         products = (positive - negative).float()
     return products.split([len(stack.members) for stack in stacks])
-
-
-def matrices_of(stacks: Iterable[Stack]) -> list[Matrix]:
-    """The matrices of stacks."""
-    matrices = []
-    for stack in stacks:
-        matrices += [stack.matrix] * len(stack.members)
-    return matrices
 
 
 def subtract(updates: Updates, chunk: Chunk[MomentumStack]) -> None:

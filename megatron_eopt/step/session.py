@@ -24,12 +24,9 @@ class StepCache:
     """What follows from an engine, each found when it is first needed."""
 
     state_keys: list[set[str]] | None = None  # of the state of each parameter
-    dtensors: bool = False  # whether parameters are any
     modified: list[Modified] = field(default_factory=list)  # how groups are
     needs_norms: bool = False  # whether norms of weights are to be found before the step
     by_user: bool = False  # whether a user's methods make updates of whole parameters
-    transforms: list[Callable[..., Any]] = field(default_factory=list)  # of updates, in their order
-    offloads: bool = False  # whether state is in host memory
     copied: int = 0  # bytes of each entry that the program copies where kernels serve
     scales: list[list[float]] | None = None  # of each parameter's matrices
     kernels: StepKernels | None = None  # what does the elementwise work; None for torch

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import Layout
-from megatron_eopt.parallel.plan_records import Matrix, grouped
+from megatron_eopt.parallel.plan_records import grouped
 from megatron_eopt.parallel.scheduler import Program, rounds
 from megatron_eopt.parallel.workspace import IN_FLIGHT
 from megatron_eopt.settings.modifiers import RADIUS
@@ -37,7 +37,10 @@ from megatron_eopt.step.stacks import (
     Rule,
     Stack,
     gradients_of,
+    joined,
     lockstep,
+    matrices_of,
+    shards_of,
     wide,
 )
 from megatron_eopt.step.state import EXP_AVG
@@ -302,15 +305,10 @@ def subtract(updates: Mapping[Stack, Tensor], engine: Engine) -> None:
 
 def steps_on_spheres(held: Sequence[tuple[Stack, Tensor]], engine: Engine) -> dict[Stack, tuple[Tensor, ...]]:
     """Coefficients of updates that hold norms, by one reduction; the weights decay before."""
-    matrices = list[Matrix]()
-    weights = list[Tensor]()
-    updates = list[Tensor]()
-    for stack, update in held:
-        matrices += [stack.matrix] * len(stack.members)
-        weights += stack.shards(WEIGHT)
-        updates += update.unbind()
-    squares, inner = squares_and_products(engine, matrices, weights, updates)
-    counts = [len(stack.members) for stack, _ in held]
+    stacks = [stack for stack, _ in held]
+    updates = joined(update.unbind() for _, update in held)
+    squares, inner = squares_and_products(engine, matrices_of(stacks), shards_of(stacks, WEIGHT), updates)
+    counts = [len(stack.members) for stack in stacks]
     of_stacks = zip(held, squares.split(counts, 1), inner.split(counts), strict=True)
     steps = {}
     for (stack, _), (of_weights, of_updates), products in of_stacks:

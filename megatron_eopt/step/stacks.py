@@ -84,7 +84,7 @@ class Inputs:
     """What a step reads beside weights and state."""
 
     groups: Sequence[Mapping[str, Any]]  # with their settings
-    gradients: Mapping[int, Tensor]  # by the index of the parameter
+    gradients: Mapping[int, Tensor]  # this rank's shards, by the index of the parameter
     ok: Flag = None  # whether there is a step; None where the host knows that there is one
 
 
@@ -461,6 +461,14 @@ def joined(lists: Iterable[Iterable[Tensor]]) -> list[Tensor]:
     return list(chain(*lists))
 
 
+def matrices_of(stacks: Iterable[Stack]) -> list[Matrix]:
+    """The matrices of stacks."""
+    matrices = []
+    for stack in stacks:
+        matrices += [stack.matrix] * len(stack.members)
+    return matrices
+
+
 def shards_of(stacks: Iterable[Stack], key: str) -> list[Tensor]:
     """This rank's shards of all stacks, under a key."""
     return [shard for stack in stacks for shard in stack.shards(key)]
@@ -473,11 +481,13 @@ def by_stack[T](stacks: Iterable[Stack], of_matrices: Iterable[T]) -> list[list[
 
 
 def gradients_of(parameters: Sequence[Tensor], indices: Iterable[int]) -> dict[int, Tensor]:
-    """Gradients by index; zeros where one is missing, for which other ranks wait."""
+    """This rank's shards of gradients, by index; zeros where one is missing, for which other ranks wait."""
     gradients = {}
     for index in indices:
         p = parameters[index]
         gradients[index] = torch.zeros_like(p) if p.grad is None else p.grad
+    if has_dtensors(gradients.values()):
+        gradients = {index: local(x) for index, x in gradients.items()}
     return gradients
 
 

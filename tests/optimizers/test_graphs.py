@@ -151,3 +151,10 @@ def test_a_step_is_captured_anew_after_a_new_plan(monkeypatch):
 def test_without_a_cuda_device_it_is_refused():
     with pytest.raises(ValueError, match=r"cuda_graphs cannot work .* not on a CUDA device, got one on cpu"):
         TensorParallelMuon([matrix()], execution=Execution(cuda_graphs=True))
+
+
+def test_a_step_without_any_gradient_changes_nothing():
+    p = matrix()
+    before = p.detach().clone()
+    captured(TensorParallelMuon([p])).step()
+    assert torch.equal(before, p)

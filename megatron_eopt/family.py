@@ -5,19 +5,13 @@ of the doctor, what a checkpoint must hold, tables of the docs (``python scripts
 A new optimizer needs its file, its import here, and its row.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from inspect import Parameter
-from typing import Any, Literal, get_args
+from dataclasses import replace
+from typing import Literal, get_args
 
 from torch.optim.optimizer import Optimizer
 
-from megatron_eopt.from_config import (
-    execution_from,
-    get_qkv_split_shapes,
-    kwargs_from_config,
-    symmetric_products_from,
-)
+from megatron_eopt.flags import CliFlag
+from megatron_eopt.optimizer_spec import OptimizerSpec
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon as TensorParallelAdaptiveMuon
 from megatron_eopt.optimizers.ademamix import AdEMAMix as AdEMAMix
 from megatron_eopt.optimizers.dion import Dion as Dion
@@ -38,7 +32,6 @@ from megatron_eopt.optimizers.spectron import Spectron as Spectron
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon as TensorParallelMuon
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types
 from megatron_eopt.parallel.plan_records import TpMode
-from megatron_eopt.settings.groups import DECOUPLED
 from megatron_eopt.settings.of_class import settings_of
 from megatron_eopt.settings.presets import PRESETS
 from megatron_eopt.settings.records import (
@@ -51,143 +44,11 @@ from megatron_eopt.settings.records import (
     RELATIVE,
     SCALE,
     SECOND_MOMENT,
-    Setting,
     names_of,
 )
-from megatron_eopt.settings.values import AT_LEAST_0, BELOW_1, Check
-from megatron_eopt.step.base import BaseOptimizer
+from megatron_eopt.settings.values import AT_LEAST_0, BELOW_1
 
 ADAMW_RMS = 0.2  # of the entries of a typical AdamW update, before the learning rate (arXiv 2502.16982, section 2.2)
-
-
-@dataclass(frozen=True)
-class Flag:
-    """``--OPTIMIZER-SETTING``, or ``--OPTIMIZER-no-SETTING`` for the default True.
-
-    Of a setting of the optimizer's constructor the record and the signature say what is left out here.
-    """
-
-    setting: str
-    help: str = ""
-    default: Any = Parameter.empty  # where Megatron's flag has another than the constructor, or a run knows more
-    kind: type = str  # of a value without a default
-    choices: tuple[str, ...] = ()
-    field: str = ""  # of the config, where it has another name
-    shared: bool = False  # by all optimizers of matrices that have the setting
-    megatrons: bool = False  # Megatron has the flag itself, so that it is not added
-    metavar: str | None = None
-    check: Check | None = None  # which values it may have
-    optimizer: str = ""  # filled in for the flags of a row; empty for a flag of the run
-
-    def completed(self, optimizer: str, known: Mapping[str, Setting]) -> "Flag":
-        """The flag of an optimizer, with what its settings say."""
-        flag = replace(self, optimizer=optimizer)
-        if self.setting not in known:
-            return flag
-        setting = known[self.setting]
-        if flag.default is Parameter.empty:
-            flag = replace(flag, default=setting.default)
-        return replace(
-            flag,
-            help=flag.help or setting.help,
-            choices=flag.choices or setting.choices,
-            megatrons=flag.megatrons or (setting.megatrons and optimizer == "muon"),
-            metavar=flag.metavar or setting.metavar,
-            check=flag.check or setting.check,
-        )
-
-    @property
-    def name(self) -> str:
-        """The flag as it is typed."""
-        words = (self.optimizer, "no" if self.default is True else "", self.setting)
-        return "--" + "-".join(filter(None, words)).replace("_", "-")
-
-    @property
-    def dest(self) -> str:
-        """Field of the config and of the parsed arguments."""
-        return self.field or "_".join(filter(None, (self.optimizer, self.setting)))
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Arguments of ``add_argument`` without name, destination and help."""
-        if isinstance(self.default, bool):
-            return {"action": f"store_{not self.default}".lower()}
-        kind = self.kind if self.default is None else type(self.default)
-        choices = {"choices": self.choices} if self.choices else {}
-        return {"type": kind, "default": self.default, "metavar": self.metavar, **choices}
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerSpec:
-    """A row of the table."""
-
-    name: str  # for ``--optimizer``, and for the config of plain torch
-    cls: type[BaseOptimizer]
-    of_muon: tuple[str, ...] = ()  # settings that it takes from Muon's flags
-    betas: str = ""  # prefix of the flags for its betas and ``eps``
-    flags: tuple[Any, ...] = ()  # given as flags, or as names of settings; then flags
-    update_rms: float | None = None  # RMS of an update's entries, before the rate, where no matrix has one of its own
-
-    def __post_init__(self) -> None:
-        known = self.settings
-        flags = [Flag(each) if isinstance(each, str) else each for each in self.flags]
-        object.__setattr__(self, "flags", tuple(flag.completed(self.name, known) for flag in flags))
-
-    @property
-    def owns(self) -> Literal["matrices", "all"]:
-        """The parameters that it updates in Megatron; Adam updates the rest."""
-        return "all" if self.cls.elementwise else "matrices"
-
-    @property
-    def vectors(self) -> bool:
-        """Whether it takes any shape, so that plain torch gives it all."""
-        return self.cls.elementwise or getattr(self.cls, "takes", "") == "matrices and vectors"
-
-    @property
-    def settings(self) -> Mapping[str, Setting]:
-        """Arguments of the constructor, and what ``execution`` has."""
-        known = settings_of(self.cls)
-        if "execution" not in known:
-            return known
-        return {**known, **{setting.name: setting for setting in EXECUTION}}
-
-    def takes(self, setting: str) -> bool:
-        """Whether the optimizer has a setting."""
-        return setting in self.settings
-
-    def config_to_kwargs(self, config: Any, model_chunks: Sequence[Any], pg_collection: Any) -> dict[str, Any]:
-        """Arguments of the constructor from Megatron's config.
-
-        ``use_decoupled_weight_decay=False`` is a ``ValueError``, unless the optimizer has Muon's setting for it.
-        Megatron's own field ``decoupled_weight_decay`` is Adam's alone, as in Megatron.
-        """
-        if DECOUPLED not in self.of_muon:
-            for field in (f"{self.name}_{DECOUPLED}", DECOUPLED):
-                if not getattr(config, field, True):
-                    raise ValueError(f"{self.name} has decoupled weight decay only: leave {field} at True")
-        of_muon = kwargs_from_config(self.cls, "muon", config)
-        kwargs = {setting: value for setting, value in of_muon.items() if setting in self.of_muon}
-        kwargs |= kwargs_from_config(self.cls, self.name, config)
-        if self.takes("execution"):
-            kwargs["execution"] = execution_from(config, pg_collection)
-        elif self.takes("symmetric_products"):
-            kwargs |= symmetric_products_from(config)
-        if not self.cls.decays_weights:
-            kwargs["weight_decay"] = 0.0
-        if hasattr(config, f"{self.betas}_beta1"):
-            kwargs["betas"] = (getattr(config, f"{self.betas}_beta1"), getattr(config, f"{self.betas}_beta2"))
-        if hasattr(config, f"{self.betas}_eps"):
-            kwargs["eps"] = getattr(config, f"{self.betas}_eps")
-        if self.owns == "matrices":
-            model = model_chunks[0].config
-            if kwargs.setdefault("split_qkv", False):  # without a flag only declared parameters are split
-                kwargs["is_qkv_fn"] = lambda param: getattr(param, "is_qkv", False)
-                kwargs["qkv_split_shapes"] = None
-                if model.num_attention_heads and model.num_query_groups and model.kv_channels:
-                    kwargs["qkv_split_shapes"] = get_qkv_split_shapes(model)
-            kwargs["pg_collection"] = pg_collection
-        return kwargs
-
 
 SplitName = Literal["default", "none", "all", "per_head"]
 """How fused parameters are split: as Megatron does, not at all, into all their matrices, or also into heads."""
@@ -201,43 +62,43 @@ MUON = (*OF_ITERATION, *names_of(DECAY + MOMENTUM + SCALE + CAUTION + NORM + REL
 """Settings of Muon that its flags give to relatives, too."""
 
 _SHARED = (
-    Flag(
+    CliFlag(
         "preset",
         "Settings of a publication: the size of updates, and of some also momentum and Newton-Schulz steps.",
         default=None,
         choices=tuple(PRESETS),  # refused by those whose updates have a size of their own
     ),
-    Flag("num_ns_steps"),
-    Flag("coefficient_type", choices=get_supported_coefficient_types()),
-    Flag("fp32_matmul_prec"),
-    Flag("tp_mode", default=DEFAULT_TP_MODE),
-    Flag("symmetric_products"),
-    Flag("step_kernels"),
-    Flag("cuda_graphs"),
-    Flag("split_qkv", default=True),
-    Flag(
+    CliFlag("num_ns_steps"),
+    CliFlag("coefficient_type", choices=get_supported_coefficient_types()),
+    CliFlag("fp32_matmul_prec"),
+    CliFlag("tp_mode", default=DEFAULT_TP_MODE),
+    CliFlag("symmetric_products"),
+    CliFlag("step_kernels"),
+    CliFlag("cuda_graphs"),
+    CliFlag("split_qkv", default=True),
+    CliFlag(
         "split",
         "Matrices of fused parameters: as Megatron splits them, none of their own, all, or heads as well.",
         default="default",
         choices=get_args(SplitName),
     ),
-    Flag("lr", "Largest learning rate of the matrices; --lr is for the rest.", None, float, field="matrix_lr"),
-    Flag("min_lr", "Smallest learning rate of the matrices.", None, float, field="matrix_min_lr", check=AT_LEAST_0),
-    Flag("weight_decay", "Weight decay of the matrices.", None, float, field="matrix_weight_decay"),
-    Flag(
+    CliFlag("lr", "Largest learning rate of the matrices; --lr is for the rest.", None, float, field="matrix_lr"),
+    CliFlag("min_lr", "Smallest learning rate of the matrices.", None, float, field="matrix_min_lr", check=AT_LEAST_0),
+    CliFlag("weight_decay", "Weight decay of the matrices.", None, float, field="matrix_weight_decay"),
+    CliFlag(
         "share_over_dp",
         "Data-parallel ranks share the work on matrices, but for those of experts.",
         default=False,
     ),
-    Flag(
+    CliFlag(
         "scalar_optimizer",
         "Optimizer of the parameters that are no matrices.",
         default="adam",
         choices=("adam", "lion"),
         megatrons=True,
     ),
-    *map(Flag, names_of(CAUTION + NORM + RELATIVE)),
-    Flag(
+    *map(CliFlag, names_of(CAUTION + NORM + RELATIVE)),
+    CliFlag(
         "momentum_from_adam",
         "Where --load has a checkpoint of Adam's, its first moment is the momentum.",
         default=False,
@@ -254,7 +115,7 @@ _OF_SHAMPOO = (
     "scale_mode",
     "weight_norm",
     "max_dim",
-    Flag("share_over_dp", default=True),
+    CliFlag("share_over_dp", default=True),
 )
 
 _SPECS = (
@@ -263,8 +124,8 @@ _SPECS = (
         cls=TensorParallelMuon,
         of_muon=MUON,
         flags=(
-            Flag("momentum", "Decay rate of the momentum, in [0, 1); papers have 0.95.", default=0.9),
-            Flag("nesterov", default=False),
+            CliFlag("momentum", "Decay rate of the momentum, in [0, 1); papers have 0.95.", default=0.9),
+            CliFlag("nesterov", default=False),
             *names_of(SCALE),
             *(replace(flag, shared=True) for flag in _SHARED),
             *names_of(SECOND_MOMENT),
@@ -274,7 +135,7 @@ _SPECS = (
         name="adaptive_muon",
         cls=TensorParallelAdaptiveMuon,
         of_muon=MUON,
-        flags=(Flag("moment2_method", "What the second moment is taken of."), "beta2", "eps", "align_rms"),
+        flags=(CliFlag("moment2_method", "What the second moment is taken of."), "beta2", "eps", "align_rms"),
     ),
     OptimizerSpec(
         name="spectron",
@@ -293,7 +154,7 @@ _SPECS = (
         betas="adam",
         flags=(
             "shampoo_beta",
-            Flag(
+            CliFlag(
                 "precondition_frequency",
                 "Steps from one refresh of the bases to the next: 4 refreshes them in steps 5, 9 and 13. From Python "
                 "the default is 10.",
@@ -308,7 +169,7 @@ _SPECS = (
             "orthogonalize",
             "scale_mode",
             "max_dim",
-            Flag("share_over_dp", default=True),
+            CliFlag("share_over_dp", default=True),
         ),
         update_rms=ADAMW_RMS,
     ),
@@ -345,21 +206,21 @@ _SPECS = (
         cls=Lion,
         betas="lion",
         flags=(
-            Flag(
+            CliFlag(
                 "beta1",
                 "Weight of the momentum in the update, in [0, 1).",
                 default=0.95,
                 megatrons=True,
                 check=BELOW_1,
             ),
-            Flag("beta2", "Decay rate of the momentum, in [0, 1).", default=0.98, megatrons=True, check=BELOW_1),
+            CliFlag("beta2", "Decay rate of the momentum, in [0, 1).", default=0.98, megatrons=True, check=BELOW_1),
         ),
         update_rms=1.0,
     ),
     OptimizerSpec(
         name="signum",
         cls=Signum,
-        flags=(Flag("momentum", "Decay rate of the momentum, in [0, 1); 0 is signSGD."),),
+        flags=(CliFlag("momentum", "Decay rate of the momentum, in [0, 1); 0 is signSGD."),),
         update_rms=1.0,
     ),
     OptimizerSpec(
@@ -391,7 +252,7 @@ _SPECS = (
         cls=Scion,
         of_muon=(*OF_ITERATION, *names_of(NORM)),
         flags=(
-            Flag("momentum", "Decay rate of the momentum, in [0, 1); one minus the paper's alpha."),
+            CliFlag("momentum", "Decay rate of the momentum, in [0, 1); one minus the paper's alpha."),
             "radius",
             "constrained",
         ),
@@ -419,7 +280,7 @@ _SPECS = (
         of_muon=("split_qkv",),
         flags=(
             "rank_fraction",
-            Flag("momentum", "Decay rate of what an update takes from the momentum, in [0, 1)."),
+            CliFlag("momentum", "Decay rate of what an update takes from the momentum, in [0, 1)."),
         ),
     ),
     OptimizerSpec(
@@ -428,7 +289,7 @@ _SPECS = (
         of_muon=("split_qkv", "num_ns_steps", "coefficient_type", "fp32_matmul_prec", "symmetric_products"),
         flags=(
             "fraction",
-            Flag("momentum", "What selected rows keep of their momentum, in [0, 1)."),
+            CliFlag("momentum", "What selected rows keep of their momentum, in [0, 1)."),
         ),
     ),
     OptimizerSpec(

@@ -3,14 +3,52 @@
 import copy
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import ceil, inf
 from typing import Any
 
+from megatron_eopt.optimizer_spec import OptimizerSpec
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.settings.execution import Execution
+from megatron_eopt.settings.groups import DECOUPLED
 from megatron_eopt.settings.of_class import arguments_of
 from megatron_eopt.settings.records import MOMENTUM_DTYPES
+
+
+def config_to_kwargs(
+    row: OptimizerSpec, config: Any, model_chunks: Sequence[Any], pg_collection: Any
+) -> dict[str, Any]:
+    """Arguments of an optimizer of the table.
+
+    ``use_decoupled_weight_decay=False`` is a ``ValueError``, unless the optimizer has Muon's setting for it. Megatron's
+    own field ``decoupled_weight_decay`` is Adam's alone, as in Megatron.
+    """
+    if DECOUPLED not in row.of_muon:
+        for field in (f"{row.name}_{DECOUPLED}", DECOUPLED):
+            if not getattr(config, field, True):
+                raise ValueError(f"{row.name} has decoupled weight decay only: leave {field} at True")
+    of_muon = kwargs_from_config(row.cls, "muon", config)
+    kwargs = {setting: value for setting, value in of_muon.items() if setting in row.of_muon}
+    kwargs |= kwargs_from_config(row.cls, row.name, config)
+    if row.takes("execution"):
+        kwargs["execution"] = execution_from(config, pg_collection)
+    elif row.takes("symmetric_products"):
+        kwargs |= symmetric_products_from(config)
+    if not row.cls.decays_weights:
+        kwargs["weight_decay"] = 0.0
+    if hasattr(config, f"{row.betas}_beta1"):
+        kwargs["betas"] = (getattr(config, f"{row.betas}_beta1"), getattr(config, f"{row.betas}_beta2"))
+    if hasattr(config, f"{row.betas}_eps"):
+        kwargs["eps"] = getattr(config, f"{row.betas}_eps")
+    if row.owns == "matrices":
+        model = model_chunks[0].config
+        if kwargs.setdefault("split_qkv", False):  # without a flag only declared parameters are split
+            kwargs["is_qkv_fn"] = lambda param: getattr(param, "is_qkv", False)
+            kwargs["qkv_split_shapes"] = None
+            if model.num_attention_heads and model.num_query_groups and model.kv_channels:
+                kwargs["qkv_split_shapes"] = get_qkv_split_shapes(model)
+        kwargs["pg_collection"] = pg_collection
+    return kwargs
 
 
 def kwargs_from_config(optimizer_cls: Callable[..., Any], prefix: str, config: Any) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from torch.optim.optimizer import Optimizer
 from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.family import TensorParallelAdaptiveMuon as TensorParallelAdaptiveMuon
 from megatron_eopt.family import TensorParallelMuon as TensorParallelMuon
-from megatron_eopt.from_config import get_qkv_split_shapes, kwargs_from_config
+from megatron_eopt.from_config import config_to_kwargs, get_qkv_split_shapes, kwargs_from_config
 from megatron_eopt.matrices import declared_split
 from megatron_eopt.optimizers.orthogonalized import OrthogonalizedOptimizer
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types as get_supported_coefficient_types
@@ -286,11 +286,11 @@ def default_adam_based_eopt_config_to_kwargs(
 for _row in OPTIMIZERS.values():
     EMERGING_OPTIMIZERS[_row.name] = EmergingOptimizerEntry(
         _row.cls,
-        config_to_kwargs=_row.config_to_kwargs,
+        config_to_kwargs=partial(config_to_kwargs, _row),
         default_param_overrides=muon_param_overrides_factory if _row.owns == "matrices" else {},
     )
-muon_config_to_kwargs = OPTIMIZERS["muon"].config_to_kwargs
-adaptive_muon_config_to_kwargs = OPTIMIZERS["adaptive_muon"].config_to_kwargs
+muon_config_to_kwargs = partial(config_to_kwargs, OPTIMIZERS["muon"])
+adaptive_muon_config_to_kwargs = partial(config_to_kwargs, OPTIMIZERS["adaptive_muon"])
 
 # The names that Megatron-Core gives them.
 _EMERGING_OPTIMIZERS = EMERGING_OPTIMIZERS

@@ -19,8 +19,10 @@ import torch
 from state_bytes import DATA, bytes_rows, share_rows  # which finds scripts/bench
 from support_matrix import RELEASES, support_matrix
 
-from megatron_eopt.family import LIKE_MUON, MUON, OPTIMIZERS, Flag, OptimizerSpec
+from megatron_eopt.family import LIKE_MUON, MUON, OPTIMIZERS
+from megatron_eopt.flags import CliFlag
 from megatron_eopt.megatron.run_flags import RUN_FLAGS
+from megatron_eopt.optimizer_spec import OptimizerSpec
 from megatron_eopt.orthogonalize.choices import listing
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types
 from megatron_eopt.orthogonalize.scale import ScaleMode
@@ -225,7 +227,7 @@ def override_settings_of_one() -> str:
     return table(("key", "optimizers"), [(key, ", ".join(names)) for key, names in sorted(rows.items())])
 
 
-def _flags_that_hold(name: str) -> list[Flag]:
+def _flags_that_hold(name: str) -> list[CliFlag]:
     """The flags of a registered optimizer: its own, and Muon's."""
     row = OPTIMIZERS.get(name)
     if row is None:  # Megatron's
@@ -233,12 +235,12 @@ def _flags_that_hold(name: str) -> list[Flag]:
     return [*row.flags, *(flag for flag in OPTIMIZERS["muon"].flags if name != "muon" and _holds_for(flag, row))]
 
 
-def _of_groups(flag: Flag) -> bool:
+def _of_groups(flag: CliFlag) -> bool:
     """Whether single parameters may have what a flag sets."""
     return flag.setting in (*OF_ALL, *settings_of(flag.optimizer))
 
 
-def flags_of(flags: Iterable[Flag], *alike: Iterable[Flag]) -> str:
+def flags_of(flags: Iterable[CliFlag], *alike: Iterable[CliFlag]) -> str:
     """Flags with what they do, their values and defaults; those of other optimizers that are alike share a line."""
     rows = []
     for flag, *others in zip(flags, *alike, strict=True):
@@ -247,14 +249,14 @@ def flags_of(flags: Iterable[Flag], *alike: Iterable[Flag]) -> str:
     return table(("flag", "what it does", "default"), rows)
 
 
-def _meaning(flag: Flag) -> str:
+def _meaning(flag: CliFlag) -> str:
     """The sentence of a flag, and the values that it has not named."""
     named = [value for value in flag.choices if re.search(rf"\b{re.escape(value)}\b", flag.help)]
     said = marked(flag.help)
     return said if len(named) == len(flag.choices) else f"{said} One of {code(flag.choices)}."
 
 
-def _default(flag: Flag) -> str:
+def _default(flag: CliFlag) -> str:
     if isinstance(flag.default, bool):
         return "off"
     if flag.default is None:
@@ -286,7 +288,7 @@ def muons_flags() -> str:
     )
 
 
-def _holds_for(flag: Flag, row: OptimizerSpec) -> bool:
+def _holds_for(flag: CliFlag, row: OptimizerSpec) -> bool:
     """Whether a flag of Muon holds for another optimizer."""
     if flag.setting in (*MUON, *names_of(SECOND_MOMENT)):
         return flag.setting in row.of_muon

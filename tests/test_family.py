@@ -12,6 +12,7 @@ from tables import all_state, state_tensors
 
 import megatron_eopt
 from megatron_eopt.family import CLASSES, LIKE_MUON, MUON, OPTIMIZERS
+from megatron_eopt.from_config import config_to_kwargs
 from megatron_eopt.megatron.command_line import amend
 from megatron_eopt.megatron.run_flags import FLAGS
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, list_optimizers
@@ -86,7 +87,7 @@ def test_flags_are_arguments_of_the_constructor(row):
 
 @rows
 def test_a_run_without_its_flags_builds_it_with_their_defaults(row):
-    kwargs = row.config_to_kwargs(config(row), MODEL, None)
+    kwargs = config_to_kwargs(row, config(row), MODEL, None)
     optimizer = row.cls(matrices(96, 64), **kwargs)
     for flag in row.flags:
         if row.takes(flag.setting) and flag.setting not in OF_MUON:
@@ -101,13 +102,13 @@ def test_its_flags_and_what_it_takes_of_muons_reach_it(row):
     for flag in row.flags:
         if row.takes(flag.setting) and flag.setting not in OF_MUON | OF_EXECUTION.keys():
             given = not flag.default if isinstance(flag.default, bool) else f"another than {flag.default}"
-            kwargs = row.config_to_kwargs(config(row, **{flag.dest: given}), MODEL, None)
+            kwargs = config_to_kwargs(row, config(row, **{flag.dest: given}), MODEL, None)
             assert kwargs[flag.setting] == given
     for setting, given in FLAGGED.items() if row.takes("execution") else ():
-        kwargs = row.config_to_kwargs(config(row, **{f"muon_{setting}": given}), MODEL, None)
+        kwargs = config_to_kwargs(row, config(row, **{f"muon_{setting}": given}), MODEL, None)
         assert value_of(setting, kwargs) == given
     for setting in {setting for setting in MUON if row.takes(setting)} - own - OF_EXECUTION.keys():
-        kwargs = row.config_to_kwargs(config(row, **{f"muon_{setting}": "given"}), MODEL, None)
+        kwargs = config_to_kwargs(row, config(row, **{f"muon_{setting}": "given"}), MODEL, None)
         assert (kwargs.get(setting) == "given") is (setting in row.of_muon or row.name == "muon"), setting
 
 

@@ -18,6 +18,8 @@ FLOORS = [
     {"step"},
     {"transforms", "factors"},
     {"optimizers"},
+    {"flags"},
+    {"optimizer_spec"},
     {"from_config"},
     {"family"},
     {"registry", "routing", "checkpoints"},

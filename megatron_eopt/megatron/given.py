@@ -6,7 +6,8 @@ from argparse import Namespace
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from megatron_eopt.family import MUON, OPTIMIZERS, Flag
+from megatron_eopt.family import MUON, OPTIMIZERS
+from megatron_eopt.flags import CliFlag
 from megatron_eopt.from_config import constructor_arguments
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.run_flags import FLAGS, OF_OPTIMIZERS, RUN_FLAGS
@@ -21,7 +22,7 @@ _RATES = ("lr", "weight_decay")  # arguments of optimizers that groups have, and
 _MEGATRONS = ("adam", "sgd")
 
 
-def typed_flags(args: Any) -> list[Flag]:
+def typed_flags(args: Any) -> list[CliFlag]:
     """The flags that were typed; none of arguments that our parser has not parsed."""
     typed = getattr(args, TYPED, ())
     return [flag for flag in (*OF_OPTIMIZERS, *RUN_FLAGS) if flag.dest in typed]
@@ -48,7 +49,7 @@ def complete(config: Any, args: Any) -> None:
             setattr(config, dest, getattr(args, dest))
 
 
-def set_flags(config: Any) -> list[Flag]:
+def set_flags(config: Any) -> list[CliFlag]:
     """The flags of which a config has another value than by default."""
     found = []
     for flag in (*OF_OPTIMIZERS, *RUN_FLAGS):
@@ -58,7 +59,7 @@ def set_flags(config: Any) -> list[Flag]:
     return found
 
 
-def without_effect(name: str, flags: Iterable[Flag], built: Collection[str]) -> list[str]:
+def without_effect(name: str, flags: Iterable[CliFlag], built: Collection[str]) -> list[str]:
     """What to say of flags that none of the optimizers built reads; ``name`` is the run's."""
     all_known = name in (*OPTIMIZERS, *_MEGATRONS)  # a user's optimizer may read any flag of Megatron's
     names = (*_MEGATRONS, *OPTIMIZERS)
@@ -75,7 +76,7 @@ def without_effect(name: str, flags: Iterable[Flag], built: Collection[str]) -> 
     ]
 
 
-def _reads(name: str, flag: Flag) -> bool:
+def _reads(name: str, flag: CliFlag) -> bool:
     if not flag.optimizer:
         return name not in _MEGATRONS
     if flag.optimizer in (name, OPTIMIZERS[name].betas if name in OPTIMIZERS else None):

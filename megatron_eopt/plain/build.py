@@ -17,8 +17,9 @@ from torch.optim import AdamW
 from torch.optim.optimizer import Optimizer
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
-from megatron_eopt.family import DEFAULT_TP_MODE, OPTIMIZERS, OptimizerSpec
+from megatron_eopt.family import DEFAULT_TP_MODE, OPTIMIZERS
 from megatron_eopt.matrices import ATTRIBUTE, tag_declared, warn_of_unmatched
+from megatron_eopt.optimizer_spec import OptimizerSpec
 from megatron_eopt.optimizers.heavy_ball_muon import HeavyBallMuon
 from megatron_eopt.optimizers.soap import SOAP
 from megatron_eopt.optimizers.spectron import Spectron

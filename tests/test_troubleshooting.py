@@ -25,6 +25,7 @@ from megatron_eopt.megatron.given import warnings_of
 from megatron_eopt.megatron.qk_clip import refuse_unclipped
 from megatron_eopt.megatron.support.facts import Run
 from megatron_eopt.megatron.support.rules import refuse_unsupported
+from megatron_eopt.parallel.agreement import differences
 from megatron_eopt.routing import ParameterInfo, Resolved, entries_from_dict, families, problems, resolve, warnings
 from megatron_eopt.tools import cpu
 from tests.routing.manifests import muons, row
@@ -97,9 +98,9 @@ def parsed_before_activation():
 
 
 def started_differently(monkeypatch):
-    of_ranks = {0: {"--muon-momentum": 0.95}, 1: {"--muon-momentum": 0.5}}
-    monkeypatch.setattr("megatron_eopt.megatron.consensus.by_first_rank", lambda settings: of_ranks)
-    refuse_different(of_ranks[0])
+    lines = differences({"--muon-momentum": 0.95}, {"--muon-momentum": 0.5})
+    monkeypatch.setattr("megatron_eopt.megatron.consensus.compare", lambda settings, group: lines)
+    refuse_different({})
 
 
 def first_step(monkeypatch):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megatron_eopt.megatron.model_parameters import ModelParameter
-from megatron_eopt.parallel.agreement import hashed, versions
+from megatron_eopt.parallel.agreement import compare, hashed, versions
 from megatron_eopt.parallel.attributes import is_expert
 from megatron_eopt.parallel.collectives import gather_numbers, lowest, values_of
 from megatron_eopt.routing import OverrideError
@@ -31,23 +31,16 @@ def log_rank0(message: str) -> None:
 
 
 def distinct[T](value: T) -> list[T]:
-    """The distinct values of all ranks, in rank order."""
-    return list(by_first_rank(value).values())
-
-
-def by_first_rank[T](value: T, group: ProcessGroup | None = None) -> dict[int, T]:
-    """The distinct values of all ranks of a group, or the world, by first rank.
+    """The distinct values of all ranks, in rank order.
 
     Every rank sends a hash, and the first of each hash its value. ``value`` is plain data without sets: equal values
     have an equal ``repr``.
     """
-    ranks = group or cast(ProcessGroup, dist.group.WORLD)
+    world = cast(ProcessGroup, dist.group.WORLD)
     first: dict[tuple[int, ...], int] = {}
-    for rank, words in enumerate(gather_numbers(hashed(value), ranks)):
+    for rank, words in enumerate(gather_numbers(hashed(value), world)):
         first.setdefault(tuple(words), rank)
-    if len(first) == 1:
-        return {0: value}
-    return dict(zip(first.values(), values_of([*first.values()], value, ranks), strict=True))
+    return [value] if len(first) == 1 else values_of([*first.values()], value, world)
 
 
 def union(texts: Iterable[str]) -> list[str]:
@@ -58,7 +51,7 @@ def union(texts: Iterable[str]) -> list[str]:
 def refuse_different(settings: Mapping[str, Any]) -> None:
     """Raise a ValueError on all ranks where settings differ."""
     start_alike = "start all with the same flags, files and packages"
-    _refuse("settings", differences(by_first_rank(settings)), start_alike)
+    _refuse("settings", compare(settings, cast(ProcessGroup, dist.group.WORLD)), start_alike)
 
 
 def refuse_different_parameters(parameters: Sequence[ModelParameter], groups: Any) -> None:
@@ -78,7 +71,8 @@ def refuse_different_parameters(parameters: Sequence[ModelParameter], groups: An
     for name, here in (("dp_cp", dense), ("tp", dense), ("expt_dp", experts), ("expt_tp", experts)):
         group = getattr(groups, name, None)
         if group is not None:  # a difference is raised at the end: ranks of the next group wait for this one
-            lines += _different_parameters(here, group)
+            in_order = {f"parameter {number}": parameter for number, parameter in enumerate(here)}
+            lines += compare(here | in_order, group)
     _refuse("parameters", lines, "build them in the same order, and freeze the same, on all ranks")
 
 
@@ -86,30 +80,6 @@ def _refuse(what: str, lines: Sequence[str], instead: str) -> None:
     if lines:
         first = f"ranks have different {what}, and would train a wrong model: {instead}"
         raise ValueError("\n".join([first, *lines[:8]]))
-
-
-def _different_parameters(here: dict[str, str], group: ProcessGroup) -> list[str]:
-    of_ranks = by_first_rank(here, group)
-    names = dict.fromkeys(name for of_rank in of_ranks.values() for name in of_rank)
-    by_name = {}
-    by_position = {}
-    for rank, of_rank in of_ranks.items():
-        global_rank = dist.get_global_rank(group, rank)
-        by_name[global_rank] = {name: of_rank.get(name, "missing") for name in names}
-        by_position[global_rank] = {f"parameter {i}": name for i, name in enumerate(of_rank)}
-    return differences(by_name) or differences(by_position)
-
-
-def differences(of_ranks: Mapping[int, Mapping[str, Any]]) -> list[str]:
-    """A line for each setting with two values."""
-    first: dict[str, tuple[int, Any]] = {}
-    lines: dict[str, str] = {}
-    for rank, settings in of_ranks.items():
-        for name, value in settings.items():
-            other, before = first.setdefault(name, (rank, value))
-            if name not in lines and repr(value) != repr(before):
-                lines[name] = f"{name} is {before!r} on rank {other} and {value!r} on rank {rank}"
-    return list(lines.values())
 
 
 def from_rank_0[T](find: Callable[[], T]) -> T:

@@ -28,7 +28,6 @@ from megatron_eopt.parallel import agreement, collectives
 from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.cost import Work
 from megatron_eopt.parallel.engine import Engine
-from megatron_eopt.parallel.fingerprint import fingerprint
 from megatron_eopt.parallel.layout import Layout
 from megatron_eopt.parallel.plan import make_plan
 from megatron_eopt.parallel.plan_records import Matrix, Plan
@@ -76,7 +75,7 @@ def plans(ranks: int) -> tuple[float, float]:
     start = time.process_time()
     plan = make_plan(matrices, "auto", work)
     planned = time.process_time()
-    fingerprint(plan)
+    agreement.hashed(agreement.described_plan(plan))
     return planned - start, time.process_time() - planned
 
 

@@ -364,8 +364,8 @@ def test_a_broken_gradient_leaves_all_as_it_is():
 
 def different(rank, world_size):
     for shapes, precision, message in (
-        (SHAPES if rank else SHAPES[::-1], "medium", "differs between ranks 0 and 1"),
-        (SHAPES, "highest" if rank else "medium", "has fp32_matmul_prec .* in the one and .* in the other"),
+        (SHAPES if rank else SHAPES[::-1], "medium", "differs between ranks of group"),
+        (SHAPES, "highest" if rank else "medium", "fp32_matmul_prec of .* is .* on rank 0 and .* on rank 1"),
     ):
         params = parameters(shapes)
         optimizer = DistributedMuon(params, fp32_matmul_prec=precision)

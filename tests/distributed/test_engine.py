@@ -290,12 +290,12 @@ def test_ranks_that_differ_are_refused(of_two):
     one, two, _ = ITERATIONS
     for messages in of_two[differing.__name__]:
         iteration, settings, name, elementwise, other = messages
-        assert f"'a' has the iteration {one!r} in the one and {two!r} in the other" in iteration
-        assert "'b' has betas (0.9, 0.5) in the one and (0.9, 1.5) in the other" in settings
-        assert "parameter 1 is 'b' in the one and 'c' in the other" in name
-        assert "'b' has eps None in the one and 1e-08 in the other" in elementwise
-        assert "parameter 1 is 'b' in the one and 'c' in the other" in other
-        assert all("the optimizer's plan differs between ranks 0 and 1 of group 'tp'" in each for each in messages)
+        assert f"the iteration of 'a' is {one!r} on rank 0 and {two!r} on rank 1" in iteration
+        assert "betas of 'b' is (0.9, 0.5) on rank 0 and (0.9, 1.5) on rank 1" in settings
+        assert "parameter 1 is 'b' on rank 0 and 'c' on rank 1" in name
+        assert "eps of 'b' is 'missing' on rank 0 and 1e-08 on rank 1" in elementwise
+        assert "parameter 1 is 'b' on rank 0 and 'c' on rank 1" in other
+        assert all("the optimizer's plan differs between ranks of group 'tp': " in each for each in messages)
 
 
 def on_two(rank, ranks):

@@ -42,7 +42,7 @@ def stepped(made, rank=0, ranks=1):
     made.step()
 
 
-PLANNED = {"num_ns_steps": "has the iteration"}
+PLANNED = {"num_ns_steps": "the iteration of "}
 OF_KIND = {Spectron: {"rank": 5}}
 OF_EXECUTION = {"momentum_dtype": torch.bfloat16, "offload_fraction": 0.5}
 
@@ -133,16 +133,16 @@ def test_each_argument_that_differs_between_ranks_is_refused(said):
         assert len(found) > 90
         assert not [name for name, message in found.items() if message is None]
         for (_, name), message in found.items():
-            named = f"of shape (24, 20)' has {name} " in message
+            named = f": {name} of 'parameter 0 of group 0, of shape (24, 20)' is " in message
             assert named or PLANNED.get(name, "nothing of it") in message, (name, message)
 
 
 def test_other_groups_and_versions_are_refused(said):
     for _, groups, packages, _ in said:
-        assert "plan differs between ranks 0 and 1 of group 'tp': 'parameter 0 of group 1" in groups
-        assert "has num_ns_steps 5 in the one and 10 in the other" in groups
+        assert "plan differs between ranks of group 'tp': num_ns_steps of 'parameter 0 of group 1" in groups
+        assert "is 5 on rank 0 and 10 on rank 1" in groups
         for package, message in packages.items():
-            assert f": {package} is {versions()[package]} in the one and of another kind in the other" in message
+            assert f": the version of {package} is {versions()[package]!r} on rank 0 and 'of another kind'" in message
 
 
 def test_a_setting_that_changes_on_one_rank_ends_the_step_with_its_name(said):

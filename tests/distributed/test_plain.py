@@ -23,7 +23,7 @@ from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.matrices import experts
 from megatron_eopt.optimizers.with_adamw import Muon
 from megatron_eopt.parallel import collectives
-from megatron_eopt.parallel.fingerprint import fingerprint
+from megatron_eopt.parallel.agreement import described_plan, hashed
 from megatron_eopt.plain import OptimizerConfig, build_optimizer
 from tests.contracts.test_hugging_face import Experts, GptOssExperts
 from tests.distributed.ranks import run_ranks
@@ -285,7 +285,7 @@ def started(rank, ranks):
     collectives.counters.reset()
     plan = optimizer.matrices.prepare().plan
     counters = collectives.counters
-    return fingerprint(plan), sum(counters.calls.values()), sum(counters.bytes.values())
+    return tuple(hashed(described_plan(plan))), sum(counters.calls.values()), sum(counters.bytes.values())
 
 
 def test_sixty_four_ranks_start_with_one_plan_and_say_no_more_than_four():

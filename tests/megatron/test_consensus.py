@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron_eopt.megatron import consensus
 from megatron_eopt.megatron.consensus import distinct
 from megatron_eopt.megatron.model_parameters import ModelParameter
-from megatron_eopt.parallel import collectives
+from megatron_eopt.parallel import agreement, collectives
 from megatron_eopt.routing import ParameterInfo
 
 HASH = 4 * 8 + 8  # bytes of a hash and of a size
@@ -69,11 +69,8 @@ def world(monkeypatch):
     def make(ranks):
         found = Ranks(ranks)
         monkeypatch.setattr(collectives, "dist", found)
-        monkeypatch.setattr(
-            consensus,
-            "dist",
-            SimpleNamespace(group=SimpleNamespace(WORLD=found), get_global_rank=found.get_global_rank),
-        )
+        monkeypatch.setattr(agreement, "dist", found)
+        monkeypatch.setattr(consensus, "dist", SimpleNamespace(group=SimpleNamespace(WORLD=found)))
         return found
 
     return make

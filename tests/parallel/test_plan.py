@@ -9,8 +9,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron_eopt.parallel import plan_records
+from megatron_eopt.parallel.agreement import described_plan, differences
 from megatron_eopt.parallel.cost import bucket_traffic, cube_flops, plan_cost, whole_flops, work_of
-from megatron_eopt.parallel.fingerprint import fingerprint, first_difference
 from megatron_eopt.parallel.plan import REPLICATED_ROWS, SHARED_PARTS, SMALL_ENTRIES, make_plan
 from megatron_eopt.parallel.plan_records import Bucket, Matrix
 from megatron_eopt.parallel.rectangles import Rectangle, cut_at, cut_dimension, whole
@@ -109,7 +109,7 @@ def test_a_plan_depends_on_nothing_else(given_matrices, mode, work, random):
     plan = make_plan(given_matrices, mode, work)
     again = make_plan(iter(given_matrices), mode, work)
     assert again == plan
-    assert fingerprint(again) == fingerprint(plan)
+    assert described_plan(again) == described_plan(plan)
     shuffled = list(given_matrices)
     random.shuffle(shuffled)
     other = make_plan(shuffled, mode, work)
@@ -154,8 +154,7 @@ def test_auto_balances_twice_as_many_matrices_as_ranks(ranks, kinds, layers):
 def test_a_group_sees_the_same_plan_whatever_else_a_rank_has(given_matrices, mode, work, label):
     plan = make_plan(given_matrices, mode, work)
     alone = make_plan([m for m in given_matrices if m.group == label], mode, work)
-    assert fingerprint(plan, label) == fingerprint(alone, label)
-    assert first_difference(plan, alone, label) is None
+    assert described_plan(plan, label) == described_plan(alone, label)
 
 
 LONG, SHORT, SQUARE = ((4096, 16384), 1), ((16384, 4096), 1), ((4096, 4096), 0)
@@ -305,29 +304,28 @@ def test_the_first_difference_is_named():
     halves = [
         replace(first, matrices=first.matrices[i : i + 2], compute_ranks=first.compute_ranks[i : i + 2]) for i in (0, 2)
     ]
+    at, last = plan.matrices[0].name, plan.matrices[7].name
     others = {
-        f"{name!r} has, by its shard, the whole shape (4096, 16384) in the one and (3, 4)": changed(
+        f"the whole shape, by its shard, of {name!r} is (4096, 16384) on rank 0 and (3, 4)": changed(
             plan, 1, shape=(3, 4)
         ),
-        f"{name!r} has the rectangles": changed(plan, 1, rectangles=(whole((4096, 16384)),)),
-        f"{name!r} has the group 'tp' in the one and 'dp'": changed(plan, 1, group="dp"),
-        f"{name!r} has the itemsize 4 in the one and 2": changed(plan, 1, itemsize=2),
-        f"matrix 1 is {name!r} in the one and 'x'": changed(plan, 1, name="x"),
-        f"{plan.matrices[0].name!r} has the compute rank 0 in the one and 1": replace(
-            plan, buckets=(compute_ranks, second)
-        ),
-        f"{plan.matrices[0].name!r} has the scheme 'owner' in the one and 'duplicated'": replace(
+        f"the layout of {name!r} is": changed(plan, 1, rectangles=(whole((4096, 16384)),)),
+        f"the group of {name!r} is 'tp' on rank 0 and 'dp'": changed(plan, 1, group="dp"),
+        f"the itemsize of {name!r} is 4 on rank 0 and 2": changed(plan, 1, itemsize=2),
+        f"matrix 1 is {name!r} on rank 0 and 'x'": changed(plan, 1, name="x"),
+        f"the compute rank of {at!r} is 0 on rank 0 and 1": replace(plan, buckets=(compute_ranks, second)),
+        f"the scheme of {at!r} is 'owner' on rank 0 and 'duplicated'": replace(
             plan, buckets=(Bucket(first.matrices, "duplicated"), second)
         ),
-        f"bucket 0 begins with {plan.matrices[0].name!r} in the one": replace(plan, buckets=(second, first)),
-        f"matrix 7 is {plan.matrices[7].name!r} in the one and None in the other": fewer,
-        "bucket 0 has the matrices": replace(plan, buckets=(*halves, second)),
+        f"bucket 0 is [{at!r}": replace(plan, buckets=(second, first)),
+        f"matrix 7 is {last!r} on rank 0 and 'missing'": fewer,
+        "bucket 0 is ": replace(plan, buckets=(*halves, second)),
     }
-    assert first_difference(plan, plan) is None
+    described = described_plan(plan)
     for message, other in others.items():
-        assert first_difference(plan, other).startswith(message)
-        assert fingerprint(other) != fingerprint(plan)
-    assert first_difference(fewer, plan) == f"matrix 7 is None in the one and {plan.matrices[7].name!r} in the other"
+        assert differences(described, described_plan(other))[0].startswith(message)
+    line, *_ = differences(described_plan(fewer), described)
+    assert line == f"matrix 7 is 'missing' on rank 0 and {last!r} on rank 1"
 
 
 def test_shared_matrices_leave_in_parts():

@@ -6,9 +6,9 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_eopt.parallel.agreement import described_plan, differences
 from megatron_eopt.parallel.chunks import subset
 from megatron_eopt.parallel.cost import plan_cost
-from megatron_eopt.parallel.fingerprint import first_difference
 from megatron_eopt.parallel.plan import make_plan
 from megatron_eopt.parallel.plan_records import Matrix
 from megatron_eopt.parallel.rectangles import cut_at
@@ -129,4 +129,5 @@ def test_other_rows_on_one_rank_are_a_difference():
         make_plan([Matrix(f"m{i}", shape, cut_at(shape, 0, [0, at + i, 24]), "dp") for i in (0, 1)], "owner", WORK)
         for at in (5, 7)
     )
-    assert first_difference(first, second).startswith("'m0' has the rectangles (Rectangle(top=0, bottom=5")
+    line, *_ = differences(described_plan(first), described_plan(second))
+    assert line.startswith("the layout of 'm0' is (Rectangle(top=0, bottom=5")

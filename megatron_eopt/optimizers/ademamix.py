@@ -1,6 +1,6 @@
 """AdEMAMix: Adam with a second, slow momentum."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from math import log
 from typing import Any
 
@@ -8,20 +8,18 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from megatron_eopt.parallel.layout import Layout, on_one_rank
 from megatron_eopt.settings.records import ADAM, Setting
 from megatron_eopt.settings.values import AT_LEAST_0, BELOW_1, Scalar, count
 from megatron_eopt.step import foreach
-from megatron_eopt.step.base import BaseOptimizer
-from megatron_eopt.step.nonfinite import Flag
-from megatron_eopt.step.parameters import TensorParallelGroups, local
+from megatron_eopt.step.elementwise_optimizer import Batch, ElementwiseOptimizer
+from megatron_eopt.step.parameters import TensorParallelGroups
 from megatron_eopt.step.state import EXP_AVG_SQ, STEPS, StateTensor
 
 FAST = "exp_avg_fast"
 SLOW = "exp_avg_slow"
 
 
-class AdEMAMix(BaseOptimizer):
+class AdEMAMix(ElementwiseOptimizer):
     """AdamW with a second momentum that forgets slowly [1].
 
     In step ``t`` of a parameter ``p``, with gradient ``g``:
@@ -57,7 +55,6 @@ class AdEMAMix(BaseOptimizer):
     [1] Pagliardini et al., The AdEMAMix Optimizer: Better, Faster, Older, arXiv 2409.03137.
     """
 
-    elementwise = True
     own_settings = (
         *ADAM,
         Setting("beta3", "Decay rate of the slow momentum, in [0, 1).", BELOW_1),
@@ -89,55 +86,40 @@ class AdEMAMix(BaseOptimizer):
         moments = [StateTensor(key, dtype=wide, non_negative=key == EXP_AVG_SQ) for key in (FAST, SLOW, EXP_AVG_SQ)]
         return [*moments, StateTensor(STEPS, dims=(), dtype=torch.float64, non_negative=True)]
 
-    def matrix_layouts(self, parameter: Tensor) -> list[Layout]:
-        """Return one column: all state is elementwise."""
-        return [on_one_rank((parameter.numel(), 1))]
+    def update(self, batch: Batch) -> None:
+        """One step of equal parameters."""
+        group = batch.group
+        ok = batch.ok
+        beta1, beta2 = group["betas"]
+        m1 = batch.state(FAST)
+        m2 = batch.state(SLOW)
+        v = batch.state(EXP_AVG_SQ)
+        g = batch.gradients(like=m1)
+        t = counted(batch)
+        alpha, beta3_less_1 = scheduled(t, group)
 
-    def _take(self, ok: Flag) -> None:
-        self._session.changing = True
-        for group, parameters in foreach.active(self.param_groups, ok):
-            ademamix(parameters, [self._states.of(p, STEPS) for p in parameters], ok, group)
+        foreach.follow_squares(v, g, beta2, ok)
+        foreach.average(m1, g, beta1, False, ok)
+        from_g = torch._foreach_sub(m2, foreach.where_each(ok, g, m2))
+        torch._foreach_add_(m2, foreach.multiplied_each(from_g, beta3_less_1, ok))
+
+        updates = foreach.multiplied_each(m1, 1 / (1 - beta1**t), ok)
+        torch._foreach_add_(updates, foreach.multiplied_each(m2, alpha, ok))
+        roots = foreach.multiplied_each(v, 1 / (1 - beta2**t), ok)
+        torch._foreach_sqrt_(roots)
+        torch._foreach_add_(roots, group["eps"])
+        torch._foreach_div_(updates, roots)
+        if group["weight_decay"] != 0:
+            torch._foreach_add_(updates, batch.weights, alpha=group["weight_decay"])
+        foreach.subtract(batch.weights, updates, group["lr"], ok)
 
 
-def ademamix(
-    parameters: Sequence[Tensor], states: Sequence[dict[str, Tensor]], ok: Flag, group: dict[str, Any]
-) -> None:
-    """One step of parameters and states; waits for no device."""
-    weights = [local(p) for p in parameters]
-    given = [local(p.grad) for p in parameters if p.grad is not None]
-    fast = [local(state[FAST]) for state in states]
-    slow = [local(state[SLOW]) for state in states]
-    squares = [local(state[EXP_AVG_SQ]) for state in states]
-    beta1, beta2 = group["betas"]
-
-    kept = [state[STEPS] for state in states]
-    steps = torch.stack(kept) + (1.0 if ok is None else ok.double())
+def counted(batch: Batch) -> Tensor:
+    """The number of each parameter's step, from 1; counts it."""
+    kept = batch.state(STEPS)
+    steps = torch.stack(kept) + (1.0 if batch.ok is None else batch.ok.double())
     torch._foreach_copy_(kept, list(steps.unbind()))
-    steps = steps.clamp(min=1)  # to divide by, where the first step is skipped
-    alpha, changes = scheduled(steps, group)
-
-    gradients = [g.to(m.dtype) for g, m in zip(given, fast, strict=True)]
-    if group["maximize"]:
-        gradients = list(torch._foreach_neg(gradients))
-    foreach.follow_squares(squares, gradients, beta2, ok)
-    torch._foreach_lerp_(fast, foreach.where_each(ok, gradients, fast), 1 - beta1)
-    from_gradients = torch._foreach_sub(slow, foreach.where_each(ok, gradients, slow))
-    foreach.multiply_each(from_gradients, changes, ok)
-    torch._foreach_add_(slow, from_gradients)
-
-    updates = torch._foreach_mul(fast, 1.0)
-    foreach.multiply_each(updates, 1 / (1 - beta1**steps), ok)
-    mixed = torch._foreach_mul(slow, 1.0)
-    foreach.multiply_each(mixed, alpha, ok)
-    torch._foreach_add_(updates, mixed)
-    roots = torch._foreach_mul(squares, 1.0)
-    foreach.multiply_each(roots, 1 / (1 - beta2**steps), ok)
-    torch._foreach_sqrt_(roots)
-    torch._foreach_add_(roots, group["eps"])
-    torch._foreach_div_(updates, roots)
-    if group["weight_decay"] != 0:
-        torch._foreach_add_(updates, weights, alpha=group["weight_decay"])
-    foreach.subtract(weights, updates, group["lr"], ok)
+    return steps.clamp(min=1)  # to divide by, where the first step is skipped
 
 
 def scheduled(steps: Tensor, group: Mapping[str, Any]) -> tuple[Tensor, Tensor]:

@@ -9,16 +9,13 @@ from torch.optim.optimizer import ParamsT
 from megatron_eopt.settings.records import DecayMethod
 from megatron_eopt.settings.values import Scalar
 from megatron_eopt.step import foreach
-from megatron_eopt.step.base import BaseOptimizer
-from megatron_eopt.step.nonfinite import Flag
-from megatron_eopt.step.parameters import TensorParallelGroups, local
+from megatron_eopt.step.elementwise_optimizer import Batch, ElementwiseOptimizer
+from megatron_eopt.step.parameters import TensorParallelGroups
 from megatron_eopt.step.state import EXP_AVG, StateTensor
 
 
-class Signs(BaseOptimizer):
+class Signs(ElementwiseOptimizer):
     """The step that Lion and Signum share."""
-
-    elementwise = True
 
     def betas(self, group: dict[str, Any]) -> tuple[float, float]:
         """Those of the update and of the momentum."""
@@ -29,15 +26,28 @@ class Signs(BaseOptimizer):
         """The momentum."""
         return [StateTensor(EXP_AVG)]
 
-    def _take(self, ok: Flag) -> None:
-        self._session.changing = True
-        states = self._states
-        for group, parameters in foreach.active(self.param_groups, ok):
-            momenta = [local(states.of(p, EXP_AVG)[EXP_AVG]) for p in parameters]
-            pairs = zip(parameters, momenta, strict=True)
-            gradients = [local(p.grad).to(m.dtype) for p, m in pairs if p.grad is not None]
-            settings = {**group, "betas": self.betas(group)}
-            lion([local(p) for p in parameters], gradients, momenta, ok, settings)
+    def update(self, batch: Batch) -> None:
+        """One step of equal parameters."""
+        group = batch.group
+        lr = group["lr"]
+        beta1, beta2 = self.betas(group)
+        weight_decay = group["weight_decay"]
+        method = group["weight_decay_method"]
+        momenta = batch.state(EXP_AVG)
+        gradients = batch.gradients(like=momenta)
+        if weight_decay != 0 and method == "l2":
+            gradients = foreach.with_decay(gradients, batch.weights, weight_decay)
+        gradients = foreach.where_each(batch.ok, gradients, momenta)
+        updates = list(torch._foreach_lerp(momenta, gradients, 1 - beta1))
+        torch._foreach_sign_(updates)
+        torch._foreach_lerp_(momenta, gradients, 1 - beta2)
+        if weight_decay != 0 and method != "l2":
+            foreach.scale(batch.weights, 1 - foreach.decay_power(lr, method) * weight_decay, batch.ok)
+        updates = foreach.where_each(batch.ok, updates, 0.0)
+        if isinstance(lr, Tensor):  # a number as alpha is not rounded to the dtype of the weights, a factor is
+            torch._foreach_mul_(updates, lr)
+            lr = 1.0
+        torch._foreach_add_(batch.weights, updates, alpha=-lr)
 
 
 class Lion(Signs):
@@ -120,28 +130,3 @@ class Signum(Signs):
     def betas(self, group: dict[str, Any]) -> tuple[float, float]:
         """One beta serves both."""
         return group["momentum"], group["momentum"]
-
-
-def lion(
-    weights: list[Tensor], gradients: list[Tensor], momenta: list[Tensor], ok: Flag, group: dict[str, Any]
-) -> None:
-    """One step of weights and momenta; waits for no device."""
-    lr = group["lr"]
-    beta1, beta2 = group["betas"]
-    weight_decay = group["weight_decay"]
-    method = group["weight_decay_method"]
-    if group["maximize"]:
-        gradients = list(torch._foreach_neg(gradients))
-    if weight_decay != 0 and method == "l2":
-        gradients = foreach.with_decay(gradients, weights, weight_decay)
-    gradients = foreach.where_each(ok, gradients, momenta)
-    updates = list(torch._foreach_lerp(momenta, gradients, 1 - beta1))
-    torch._foreach_sign_(updates)
-    torch._foreach_lerp_(momenta, gradients, 1 - beta2)
-    if weight_decay != 0 and method != "l2":
-        foreach.scale(weights, 1 - foreach.decay_power(lr, method) * weight_decay, ok)
-    updates = foreach.where_each(ok, updates, 0.0)
-    if isinstance(lr, Tensor):  # a number as alpha is not rounded to the dtype of the weights, a factor is
-        torch._foreach_mul_(updates, lr)
-        lr = 1.0
-    torch._foreach_add_(weights, updates, alpha=-lr)

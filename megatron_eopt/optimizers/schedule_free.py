@@ -1,6 +1,6 @@
 """Schedule-Free AdamW: gradients at one point, evaluation at an average."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -8,12 +8,12 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.orthogonalize.choices import check_count
-from megatron_eopt.parallel.layout import Layout, on_one_rank
 from megatron_eopt.settings.groups import warn
 from megatron_eopt.settings.records import ADAM, Setting
 from megatron_eopt.settings.values import AT_LEAST_0, FINITE, Scalar, count
 from megatron_eopt.step import foreach
-from megatron_eopt.step.base import BaseOptimizer
+from megatron_eopt.step.elementwise_optimizer import Batch, ElementwiseOptimizer
+from megatron_eopt.step.foreach import copy_where
 from megatron_eopt.step.nonfinite import Flag
 from megatron_eopt.step.parameters import TensorParallelGroups, local
 from megatron_eopt.step.state import EXP_AVG_SQ, StateTensor
@@ -31,7 +31,7 @@ TRAIN_MODE = "train_mode"
 WEIGHTED = ("variant", ("schedulefree",))  # with which settings of weights have an effect
 
 
-class ScheduleFreeAdamW(BaseOptimizer):
+class ScheduleFreeAdamW(ElementwiseOptimizer):
     """AdamW without a schedule [1]: use a constant learning rate.
 
     ``z`` makes the steps; ``x`` averages its path, and is what to evaluate and export; gradients are taken at
@@ -54,8 +54,7 @@ class ScheduleFreeAdamW(BaseOptimizer):
     elementwise: parameters of any shape, shards and DTensors. Betas stay as they are once steps were made.
 
     A state dict is of the mode in which it is taken, and goes with parameters saved at the same time: in evaluation it
-    holds ``y`` as well, and :meth:`train_params` after a load goes on bit for bit. State dicts of KempnerForge's
-    optimizer load too, after the weights: where these are at its ``x``, it was saved in evaluation.
+    holds ``y`` as well, and :meth:`train_params` after a load goes on bit for bit.
 
     Args:
         params: parameters, or groups of them.
@@ -77,7 +76,6 @@ class ScheduleFreeAdamW(BaseOptimizer):
     [1] Defazio et al., The Road Less Scheduled, arXiv 2405.15682.
     """
 
-    elementwise = True
     own_settings = (
         *ADAM,
         Setting("warmup_steps", "Steps in which its rate grows; take --lr-decay-style constant with it.", count(0)),
@@ -101,7 +99,7 @@ class ScheduleFreeAdamW(BaseOptimizer):
     train_weight_key = KEPT
     weight_keys = (Z, X, KEPT)
 
-    _first_rates: list[float | None] | None = None  # of the groups; None of one that is a tensor
+    _first_rates: Mapping[int, float] = {}  # of groups, by their numbers
     _warned: bool = False  # whether a change of them was warned of
 
     def __init__(
@@ -205,12 +203,8 @@ class ScheduleFreeAdamW(BaseOptimizer):
             tensors.append(StateTensor(KEPT))
         return tensors
 
-    def matrix_layouts(self, parameter: Tensor) -> list[Layout]:
-        """Return one column: all state is elementwise."""
-        return [on_one_rank((parameter.numel(), 1))]
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state and its mode, KempnerForge's too."""
+        """Load a state and its mode."""
         before = [(group, group[TRAIN_MODE]) for group in self.param_groups]
         try:
             super().load_state_dict(state_dict)
@@ -220,7 +214,6 @@ class ScheduleFreeAdamW(BaseOptimizer):
             raise
 
     def _to_load(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        state_dict = from_kempnerforge(state_dict, self._parameters())
         saved_groups = [{TRAIN_MODE: True, **group} for group in state_dict["param_groups"]]
         for group, saved in zip(self.param_groups, saved_groups, strict=False):
             group[TRAIN_MODE] = saved[TRAIN_MODE]  # of it depends what a state has
@@ -240,30 +233,35 @@ class ScheduleFreeAdamW(BaseOptimizer):
         super()._check_gradients(parameters)
 
     def _warn_of_schedule(self) -> None:
-        rates = [None if isinstance(group["lr"], Tensor) else group["lr"] for group in self.param_groups]
-        if self._first_rates is None or len(self._first_rates) != len(rates):
-            self._first_rates = rates
+        """Warn once of a rate that changes."""
         if self._warned:
             return
-        for number, (first, rate) in enumerate(zip(self._first_rates, rates, strict=True)):
-            if first == 0:  # torch's checkpoints make a step at that rate to begin a state
-                self._first_rates[number] = rate
-            if not first or rate is None or first == rate:
+        for number, group in enumerate(self.param_groups):
+            rate = group["lr"]
+            if isinstance(rate, Tensor):  # to compare it would wait for the device
                 continue
-            self._warned = True
-            warn(
-                f"{type(self).__name__} needs no schedule of the learning rate, and that of group {number} went from "
-                f"{first:g} to {rate:g}: take a constant rate, and its own warmup_steps"
-            )
-            return
+            first = self._first_rates.get(number) or rate  # torch's checkpoints begin a state by a step at rate 0
+            self._first_rates = {**self._first_rates, number: first}
+            if rate != first:
+                self._warned = True
+                warn(
+                    f"{type(self).__name__} needs no schedule of the learning rate, and that of group {number} went "
+                    f"from {first:g} to {rate:g}: take a constant rate, and its own warmup_steps"
+                )
+                return
 
     def _take(self, ok: Flag) -> None:
         self._warn_of_schedule()
-        self._session.changing = True
         for group in self.param_groups:
             group[COUNT] += 1
-        for group, parameters in foreach.active(self.param_groups, ok, lambda p: X in self._begun_state(p)):
-            schedule_free_adamw(parameters, [self._begun_state(p) for p in parameters], ok, group)
+        super()._take(ok)
+
+    def _begin_state(self) -> list[int]:
+        stepping = super()._begin_state()
+        parameters = self._parameters()
+        for index in stepping:
+            self._begun_state(parameters[index])
+        return stepping
 
     def _begun_state(self, parameter: Tensor) -> dict[str, Any]:
         """A parameter's state; ``z`` and ``x`` start at the parameter."""
@@ -272,125 +270,69 @@ class ScheduleFreeAdamW(BaseOptimizer):
             new = state[SCHEDULE][0] == 0
             for key in {Z, X} & state.keys():
                 point = local(state[key])
-                point.copy_(torch.where(new, local(parameter).to(point.dtype), point))
+                copy_where(new, local(parameter).to(point.dtype), point)
             self._note_begun(parameter, SCHEDULE)
         return state
 
+    def update(self, batch: Batch) -> None:
+        """One step of equal parameters, of which all have an ``x``, or none.
 
-def advance_schedules(states: Sequence[dict[str, Tensor]], ok: Flag, group: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Advance schedules; returns rates of this step, and the share that its ``z`` has in ``x``."""
-    schedules = [state[SCHEDULE] for state in states]
+        Without: ``y += share (z - y) - (1 - beta1 (1 - share)) step``, with ``z`` before its step.
+        """
+        group = batch.group
+        ok = batch.ok
+        beta1, beta2 = group["betas"]
+        weight_decay = group["weight_decay"]
+        y = batch.weights
+        z = batch.state(Z)
+        x = batch.state(X)
+        v = batch.state(EXP_AVG_SQ)
+        rates, shares = advanced(batch)
+
+        g = foreach.where_each(ok, batch.gradients(like=v), 0.0)
+        foreach.follow_squares(v, g, beta2, ok)
+        roots = list(torch._foreach_div(v, 1 - beta2 ** group[COUNT]))
+        torch._foreach_sqrt_(roots)
+        torch._foreach_add_(roots, group["eps"])
+        steps = list(torch._foreach_div(g, roots))
+        if weight_decay != 0 and group["variant"] == "schedulefree":
+            # in 16 bits y is rounded, and z would decay by its rounding
+            torch._foreach_add_(steps, torch._foreach_lerp(z, x, beta1) if x else y, alpha=weight_decay)
+        steps = foreach.multiplied_each(steps, rates, ok)
+        if weight_decay != 0 and group["variant"] == "kempnerforge":
+            after = torch._foreach_sub(z, steps)
+            torch._foreach_add_(steps, foreach.multiplied_each(after, rates * weight_decay, ok))
+
+        if x:
+            torch._foreach_sub_(z, steps)
+            approach(x, z, shares, ok)
+            torch._foreach_copy_(y, foreach.where_each(ok, torch._foreach_lerp(z, x, beta1), y))
+        else:
+            approach(y, z, shares, ok)
+            torch._foreach_sub_(z, steps)
+            torch._foreach_sub_(y, foreach.multiplied_each(steps, 1 - beta1 * (1 - shares), ok))
+
+
+def advanced(batch: Batch) -> tuple[Tensor, Tensor]:
+    """The rate of each parameter in this step, and the share that ``z`` has in ``x``; advances the schedules."""
+    group = batch.group
     count = group[COUNT]
     warmup = group["warmup_steps"]
-    schedule = torch.stack(schedules)
-    steps_made = torch.ones_like(schedule[:, 0]) if ok is None else ok.double().expand(len(schedule))
-    rates = group["lr"] * (min(1.0, count / warmup) if warmup else 1.0) * steps_made
-    largest = torch.maximum(schedule[:, 2], rates)
+    kept = batch.state(SCHEDULE)
+    made, total, largest = torch.stack(kept).unbind(1)
+    is_made = torch.ones_like(made) if batch.ok is None else batch.ok.double().expand(len(kept))
+    rates = group["lr"] * (min(1.0, count / warmup) if warmup else 1.0) * is_made
+    largest = torch.maximum(largest, rates)
     weights = rates
     if group["variant"] == "schedulefree":
         weights = count ** group["r"] * largest ** group["weight_lr_power"]
-    total = schedule[:, 1] + weights
-    shares = torch.where(total > 0, weights / total, 0.0) * steps_made  # rates may all have been zero
-    advanced = list(torch.stack([schedule[:, 0] + 1, total, largest], dim=1).unbind())
-    torch._foreach_copy_(schedules, foreach.where_each(ok, advanced, schedules))
+    total = total + weights
+    shares = torch.where(total > 0, weights / total, 0.0) * is_made  # rates may all have been zero
+    new = torch.stack([made + 1, total, largest], dim=1)
+    torch._foreach_copy_(kept, foreach.where_each(batch.ok, new.unbind(), kept))
     return rates, shares
 
 
-def schedule_free_adamw(
-    parameters: Sequence[Tensor], states: Sequence[dict[str, Tensor]], ok: Flag, group: dict[str, Any]
-) -> None:
-    """One step; all parameters have an ``x``, or none.
-
-    Without: ``y += share (z - y) - (1 - beta1 (1 - share)) step``, with ``z`` before its step. Nothing waits for a GPU.
-    """
-    ys = [local(p) for p in parameters]
-    gradients = [local(p.grad) for p in parameters if p.grad is not None]
-    zs = [local(state[Z]) for state in states]
-    xs = [local(state[X]) for state in states if X in state]
-    squares = [local(state[EXP_AVG_SQ]) for state in states]
-    beta1, beta2 = group["betas"]
-    kempnerforge = group["variant"] == "kempnerforge"
-    weight_decay = group["weight_decay"]
-
-    rates, shares = advance_schedules(states, ok, group)
-
-    gradients = [g.to(v.dtype) for g, v in zip(gradients, squares, strict=True)]
-    gradients = foreach.where_each(ok, gradients, 0.0)
-    foreach.follow_squares(squares, gradients, beta2, ok)
-    roots = list(torch._foreach_div(squares, 1 - beta2 ** group[COUNT]))
-    torch._foreach_sqrt_(roots)
-    torch._foreach_add_(roots, group["eps"])
-    steps = list(torch._foreach_div(gradients, roots))
-    if group["maximize"]:
-        torch._foreach_neg_(steps)
-
-    if weight_decay != 0 and not kempnerforge:
-        # in 16 bits y is rounded, and z would decay by its rounding
-        decayed = list(torch._foreach_lerp(zs, xs, beta1)) if xs else ys
-        torch._foreach_add_(steps, decayed, alpha=weight_decay)
-    foreach.multiply_each(steps, rates, ok)
-    if weight_decay != 0 and kempnerforge:
-        after = torch._foreach_sub(zs, steps)
-        foreach.multiply_each(after, rates * weight_decay, ok)
-        torch._foreach_add_(steps, after)
-
-    if xs:
-        torch._foreach_sub_(zs, steps)
-    averages = xs or ys
-    towards = torch._foreach_sub(zs, averages)
-    foreach.multiply_each(towards, shares, ok)
-    torch._foreach_add_(averages, towards)
-    if xs:
-        torch._foreach_copy_(ys, foreach.where_each(ok, torch._foreach_lerp(zs, xs, beta1), ys))
-    else:
-        torch._foreach_sub_(zs, steps)
-        foreach.multiply_each(steps, 1 - beta1 * (1 - shares), ok)
-        torch._foreach_sub_(ys, steps)
-
-
-def from_kempnerforge(state_dict: dict[str, Any], parameters: Sequence[Tensor]) -> dict[str, Any]:
-    """Convert KempnerForge's state dict, or return ours; writes to neither.
-
-    It does not say whether it was saved in evaluation: then all ``parameters``, which are loaded before, are at ``x``.
-    """
-    if "_k" not in state_dict:  # torch's get_optimizer_state_dict drops what is beside the groups
-        if any("weight_sum" in state for state in state_dict["state"].values()):
-            raise ValueError(
-                "these states are of KempnerForge's ScheduleFreeAdamW, but the state dict has no '_k', the steps made "
-                "so far, by which rates and second moments are corrected: set state_dict['_k'], and "
-                "state_dict['_warmup_steps'] if there was a warmup"
-            )
-        return state_dict
-    count = state_dict["_k"]
-    groups = []
-    states = {}
-    for saved in state_dict["param_groups"]:
-        group = {**saved, "variant": "kempnerforge", COUNT: count}
-        if "_warmup_steps" in state_dict:
-            group["warmup_steps"] = state_dict["_warmup_steps"]
-        groups.append(group)
-        for index in group["params"]:
-            state = state_dict["state"].get(index)
-            if state:
-                total = state["weight_sum"] / (1 - group["betas"][0])  # theirs sums l (1 - beta1)
-                schedule = torch.tensor([count, total, 0.0], dtype=torch.float64)
-                states[index] = {Z: state["z"], EXP_AVG_SQ: state["v"], X: state["x"], SCHEDULE: schedule}
-    indices = [index for group in groups for index in group["params"]]
-    own = {index: p for index, p in zip(indices, parameters, strict=False) if index in states}
-    ys = {}
-    for group in groups:
-        for index in own.keys() & set(group["params"]):
-            ys[index] = torch.lerp(states[index][Z], states[index][X], group["betas"][0])
-    at_x = [_is_at(p, states[index][X]) for index, p in own.items()]
-    at_y = [_is_at(p, ys[index]) for index, p in own.items()]
-    if all(at_x) and not all(at_y):
-        for group in groups:
-            group[TRAIN_MODE] = False
-        for index, y in ys.items():
-            states[index][KEPT] = y
-    return {"state": states, "param_groups": groups}
-
-
-def _is_at(parameter: Tensor, point: Tensor) -> bool:
-    weight = local(parameter.detach())
-    return torch.equal(weight, local(point).to(weight.device, weight.dtype))
+def approach(points: list[Tensor], ends: list[Tensor], shares: Tensor, ok: Flag) -> None:
+    """``x += share (z - x)`` for each."""
+    torch._foreach_add_(points, foreach.multiplied_each(torch._foreach_sub(ends, points), shares, ok))

@@ -395,7 +395,7 @@ class Muon(Optimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load both states, also from KempnerForge's Muon.
+        """Load both states.
 
         Raises:
             TypeError: if it has anything else in place of a tensor.
@@ -409,7 +409,6 @@ class Muon(Optimizer):
                 f"{self._called} cannot load a state of torch.optim.Muon, whose momentum is another: "
                 "TensorParallelMuon loads it"
             )
-        state_dict = _of_kempnerforge(state_dict) if "_adam_state" in state_dict else state_dict
         of_matrices, of_adamw = _by_optimizer({**state_dict, "state": apart(state_dict["state"])})
         check_writer(type(self.matrices), of_matrices)
         self._check_adamw(of_adamw)
@@ -466,19 +465,6 @@ def _adamw_of(called: str, params: list[Any], settings: Mapping[str, Any]) -> Ad
         return None
     adamw = AdamW(params, **settings)
     return adamw if any(group["params"] for group in adamw.param_groups) else None
-
-
-def _of_kempnerforge(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict of KempnerForge's Muon, which has one of AdamW's inside, as ours."""
-    of_adamw = state_dict["_adam_state"]
-    state = dict(state_dict["state"])
-    for index, x in of_adamw["state"].items():
-        state[f"adamw.{index}"] = x
-    groups = list(state_dict["param_groups"])
-    for group in of_adamw["param_groups"]:
-        rates = {ADAM_LR: state_dict["_initial_adam_lr"], ADAM_LR_AT: state_dict["_initial_lr"]}
-        groups.append({**group, **rates, "params": [f"adamw.{index}" for index in group["params"]]})
-    return {"state": state, "param_groups": groups}
 
 
 def _by_optimizer(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

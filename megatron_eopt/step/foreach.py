@@ -89,10 +89,18 @@ def scale_each(tensors: Tensors, factors: Tensors) -> None:
             torch._foreach_copy_([tensors[i] for i in equal], (stacked(tensors, equal) * factor).unbind())
 
 
-def multiply_each(tensors: Tensors, factors: Tensor, ok: Flag) -> None:
-    """Multiply each tensor by an entry; with a flag, on a GPU, in few launches at the price of copies."""
-    multiply = torch._foreach_mul_ if ok is None else scale_each
-    multiply(list(tensors), factors.unbind())
+def multiplied_each(tensors: Tensors, factors: Tensor, ok: Flag) -> list[Tensor]:
+    """Each tensor times an entry; with a flag, on a GPU, in few launches at the price of copies."""
+    if ok is None:
+        return list(torch._foreach_mul(list(tensors), list(factors.unbind())))
+    products = list(tensors)
+    for equal in alike(tensors):
+        stack = stacked(tensors, equal)
+        wide = torch.promote_types(stack.dtype, torch.float32)
+        of_each = stacked(factors.unbind(), equal).to(wide).view(-1, *[1] * (stack.ndim - 1))
+        for i, x in zip(equal, (stack * of_each).unbind(), strict=True):
+            products[i] = x
+    return products
 
 
 def follow_squares(squares: Tensors, gradients: Tensors, beta: float, ok: Flag) -> None:

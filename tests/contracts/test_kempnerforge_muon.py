@@ -1,9 +1,7 @@
-"""Muon of plain torch, written against KempnerForge's: its arguments, numbers, rates, groups and state dicts.
+"""Muon of plain torch, written against KempnerForge's: its arguments, numbers, rates and groups.
 
 tests/plain/test_muon.py has further settings of it.
 """
-
-import copy
 
 import pytest
 import torch
@@ -11,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_eopt import Muon
-from tests.plain.made import SIMPLE, adamw_reference, assert_same, gradients, muon_reference, parameters, run
+from tests.plain.made import SIMPLE, gradients, muon_reference, parameters, run
 
 SHAPES = [(64, 32), (32, 64), (48, 48), (10, 97), (8, 3, 3, 3), (6, 5, 4)]
 STEPS = 5
@@ -57,42 +55,3 @@ def test_groups_are_taken_as_they_are_given_and_both_are_in_param_groups_and_sta
         Muon([long, vector], [])
     for rest in ([], [{"params": [], "weight_decay": 0.0}]):
         assert Muon([long], rest).adamw is None
-
-
-def original_state(optimizer, params, rates):
-    """The state dict that KempnerForge's Muon has where ours has this one, of groups with one parameter each."""
-    (p, v), (initial, adam_initial) = params, rates
-    groups = [{"lr": 0.005, "momentum": 0.9, "weight_decay": 0.1, "ns_steps": 6, "params": [0]}]
-    plain = {
-        key: x for key, x in optimizer.adamw.param_groups[0].items() if key not in ("params", "adam_lr", "adam_lr_at")
-    }
-    return {
-        "state": {0: {"momentum_buffer": optimizer.state[p]["momentum_buffer"].clone()}},
-        "param_groups": groups,
-        "_adam_state": {
-            "state": {0: {key: x.clone() for key, x in optimizer.adamw.state[v].items()}},
-            "param_groups": [{**plain, "params": [0]}],
-        },
-        "_initial_lr": initial,
-        "_initial_adam_lr": adam_initial,
-    }
-
-
-def test_a_state_dict_of_the_original_goes_on_as_there():
-    params = parameters((12, 8), (5,))
-    starts, steps = copy.deepcopy(params), gradients(params, 3)
-    optimizer = Muon(params[:1], params[1:], lr=0.01, momentum=0.9, weight_decay=0.1, ns_steps=6, adam_lr=1e-3)
-    for of_step in steps[:2]:
-        for group in optimizer.param_groups:
-            group["lr"] = 0.005
-        run(optimizer, params, [of_step])
-    saved = original_state(optimizer, params, (0.01, 1e-3))
-    kept = copy.deepcopy(saved)
-    other = Muon(params[:1], params[1:], lr=0.3, adam_lr=0.7)
-    other.load_state_dict(saved)
-    assert_same(saved, kept)
-    run(other, params, [steps[2]])
-    of_matrix, of_vector = zip(*steps, strict=True)
-    expected = muon_reference(starts[0], of_matrix, 0.005, 0.9, 0.1, SIMPLE[:1] * 6)
-    torch.testing.assert_close(params[0], expected, rtol=0, atol=1e-6)
-    torch.testing.assert_close(params[1], adamw_reference(starts[1], of_vector, 5e-4), rtol=0, atol=1e-7)

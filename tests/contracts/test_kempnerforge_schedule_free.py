@@ -45,10 +45,6 @@ class Original:
             s["x"] = s["x"] + lr * (1 - b1) / s["weight_sum"] * (s["z"] - s["x"])
             p.copy_((1 - b1) * s["z"] + b1 * s["x"])
 
-    def state_dict(self):
-        groups = [{**self.group, "params": list(range(len(self.params)))}]
-        return {"state": self.state, "param_groups": groups, "_k": self.k, "_warmup_steps": self.warmup_steps}
-
 
 def test_warmup_steps_may_be_set_and_are_those_of_all_groups():
     params, others = parameters(), parameters()
@@ -123,55 +119,3 @@ def test_the_count_survives_before_a_parameter_has_had_its_first_gradient(way, t
     assert [group["k"] for group in second.param_groups] == [4]
     steps(second, resumed, range(4, 9), late=6)
     assert all(torch.equal(p, q) for p, q in zip(resumed, straight, strict=True))
-
-
-@pytest.mark.parametrize("beta1", [0.9, 0.3], ids=["x derived", "x kept"])
-@pytest.mark.parametrize("stop", [3, 8], ids=["in warmup", "after it"])
-def test_state_dicts_of_the_original_load_and_the_next_steps_are_the_same(stop, beta1):
-    originals = parameters()
-    original = Original(originals, **{**SETTINGS, "betas": (beta1, 0.99)})
-    steps(original, originals, range(stop), late=5)
-    params = copy.deepcopy(originals)
-    optimizer = ScheduleFreeAdamW(params)  # as there, the settings come with the state
-    optimizer.load_state_dict(copy.deepcopy(original.state_dict()))
-    assert optimizer.warmup_steps == original.warmup_steps
-    for step in range(stop, stop + 5):
-        steps(original, originals, [step], late=5)
-        steps(optimizer, params, [step], late=5)
-        assert_close(params, originals)
-    optimizer.eval_params()
-    assert_close(params, [original.state[i]["x"] for i in range(3)])
-
-
-def test_state_dicts_of_the_original_without_the_count_are_refused_and_nothing_is_changed():
-    originals = parameters()
-    original = Original(originals)
-    steps(original, originals, range(2))
-    state = original.state_dict()
-    del state["_k"]
-    optimizer = ScheduleFreeAdamW(parameters())
-    with pytest.raises(ValueError, match=r"no '_k', the steps made so far.*: set state_dict\['_k'\]"):
-        optimizer.load_state_dict(state)
-    assert not optimizer.state
-
-
-@pytest.mark.parametrize("beta1", [0.9, 0.3], ids=["x derived", "x kept"])
-def test_a_state_of_the_original_that_was_saved_in_evaluation_goes_on_at_y(beta1):
-    """Where its weights are x, also of a parameter that never had a gradient; after one step x and y are the same."""
-    for stop in (1, 4):
-        originals = parameters()
-        original = Original(originals, **{**SETTINGS, "betas": (beta1, 0.99)})
-        steps(original, originals, range(stop), late=5)
-        params = copy.deepcopy(originals)
-        for i, state in original.state.items():
-            params[i].data.copy_(state["x"])
-        optimizer = ScheduleFreeAdamW(params)
-        optimizer.load_state_dict(copy.deepcopy(original.state_dict()))
-        if stop > 1:
-            with pytest.raises(RuntimeError, match="call train_params"):
-                optimizer.step()
-        optimizer.train_params()
-        assert_close(params, originals)
-        for each, its in ((optimizer, params), (original, originals)):
-            steps(each, its, range(stop, stop + 4), late=5)
-        assert_close(params, originals)

@@ -2,8 +2,8 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import is_dataclass, replace
 from functools import partial
 from importlib import import_module
 from inspect import signature
@@ -28,7 +28,7 @@ from megatron_eopt.optimizers.with_adamw import Muon, lay_as_parameters
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.plain import kinds
 from megatron_eopt.plain.kinds import Group, Rule, decays
-from megatron_eopt.plain.options import OptimizerConfig, config_of, given_fields
+from megatron_eopt.plain.options import OptimizerConfig, config_of, given_fields, set_fields
 from megatron_eopt.registry import get_optimizer_builder, register_optimizer
 from megatron_eopt.settings.execution import gathered
 from megatron_eopt.step.nonfinite import listed, warn_of_fp16
@@ -77,7 +77,8 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig | Any) -> Optimize
 
     Raises:
         TypeError: for what is no config, and an unknown field.
-        ValueError: for an unknown name, FSDP1, what the optimizer refuses, and a builder that leaves out parameters.
+        ValueError: for an unknown name, a field that the optimizer has no use of, FSDP1, what the optimizer refuses,
+            and a builder that leaves out parameters.
     """
     given = given_fields(config)
     optimizer_name = given["name"]
@@ -86,8 +87,9 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig | Any) -> Optimize
     if isinstance(config, str):
         config = OptimizerConfig(name=config)
     elif optimizer_name in OWN:
-        config = config_of(config, optimizer_name)
-        _warn_of_fields(config)
+        filled = config_of(config, optimizer_name)
+        _check_idle(optimizer_name, config)
+        config = filled
     named = []
     for name, parameter in model.named_parameters():
         name = name.replace("_orig_mod.", "")  # which torch.compile adds
@@ -133,28 +135,30 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig | Any) -> Optimize
     return optimizer
 
 
-def _with_rates(config: OptimizerConfig) -> OptimizerConfig:
-    """The config with a rate of its matrices, and one of AdamW."""
+def _filled(config: OptimizerConfig) -> OptimizerConfig:
+    """The config with what it leaves to us: rates of matrices and of AdamW, and ``eps``."""
     rates = config.lr, config.lr
     if config.lr is None:
         rates = signature(OWN[config.name]).parameters["lr"].default, ADAM_LR
         _log(f"{config.name}: lr {rates[0]:g}, the default of the class, as the config names none")
     adam_lr = rates[1] if config.muon_adam_lr is None else config.muon_adam_lr
-    return replace(config, lr=rates[0], muon_adam_lr=adam_lr)
+    eps = 1e-8 if config.eps is None else config.eps
+    return replace(config, lr=rates[0], muon_adam_lr=adam_lr, eps=eps)
 
 
-def _warn_of_fields(config: OptimizerConfig) -> None:
-    """Name fields without effect."""
-    used = {"name", "options", *signature(OWN[config.name]).parameters}
-    used |= _OWN_FIELDS.get(config.name, set())
-    if config.name in BESIDE_ADAMW:
+def _check_idle(name: str, config: Any) -> None:
+    """Refuse fields that an optimizer has no use of; warn where a parser may have filled them."""
+    used = {"name", "options", "lr", "weight_decay", *signature(OWN[name]).parameters}
+    used |= _OWN_FIELDS.get(name, set())
+    if name in BESIDE_ADAMW:
         used |= {"betas", "eps", "fused", "muon_adam_lr"}
-    without = []
-    for field, default in vars(OptimizerConfig()).items():
-        if field not in used and getattr(config, field) not in (default, []):
-            without.append(field)
-    if without:
-        _log(f"fields of the config have no effect on {config.name}: {', '.join(without)}", logging.WARNING)
+    idle = [f"{field}={value!r}" for field, value in set_fields(config).items() if field not in used]
+    if not idle:
+        return
+    message = f"fields of the config have no effect on {name}: {', '.join(idle)}; leave them out, or set them to None"
+    if isinstance(config, Mapping) or is_dataclass(config):
+        raise ValueError(message)
+    _log(message, logging.WARNING)
 
 
 def _check_built(name: str, optimizer: Any, trained: Sequence[tuple[str, Tensor]]) -> None:
@@ -183,7 +187,7 @@ def _build(name: str, groups: list[Group], config: Any) -> Optimizer:
     for group in groups:
         if group["params"]:
             filled.append({**group, "params": list(group["params"])})
-    settings = _with_rates(config_of(config, name))
+    settings = _filled(config_of(config, name))
     if name == "adamw":
         return build_adamw(filled, settings)
     return build_of_row(OPTIMIZERS[name], filled, settings)
@@ -194,7 +198,7 @@ def build_adamw(groups: list[Group], config: OptimizerConfig) -> Optimizer:
     parameters = parameters_in(groups)
     _warn_of_fp16(parameters)
     betas = config.betas or ADAM_BETAS
-    if isinstance(config.fused, bool):
+    if not isinstance(config.fused, str):
         fused = _fused(parameters, config)
         adamw = AdamW(groups, **_settings(config, AdamW, betas=betas, eps=config.eps, fused=fused))
         adamw.register_load_state_dict_post_hook(lay_as_parameters)
@@ -211,7 +215,7 @@ def build_of_row(row: OptimizerSpec, groups: list[Group], config: OptimizerConfi
     if row.vectors and not (row.cls is SOAP and any(map(kinds.for_soap, parameters_in(groups)))):
         return row.cls(groups, **_settings(config, row.cls))
     matrices, rest = _divided(row, groups, config)
-    if not isinstance(config.fused, bool):
+    if isinstance(config.fused, str):
         raise ValueError(
             f"fused={config.fused!r} is for adamw, and the AdamW beside {config.name} is torch's: set True or False"
         )
@@ -303,13 +307,13 @@ def _settings(config: OptimizerConfig, cls: Callable[..., Optimizer], **own: Any
         # beside an optimizer of matrices betas and eps are AdamW's
         if value is not None and name in signature(cls).parameters and config.name not in BESIDE_ADAMW:
             known[name] = value
-    known |= own
+    known |= {name: value for name, value in own.items() if value is not None}
     return dict(**known, **config.options)  # a TypeError for an option that a field says
 
 
 def _fused(parameters: Sequence[Tensor], config: OptimizerConfig) -> bool | None:
     """Whether to use torch's fused kernel; logs why not."""
-    if not config.fused:
+    if config.fused is False:
         return None
     devices = {p.device.type for p in parameters} - set(_get_fused_kernels_supported_devices())
     meshes = {p.device_mesh if isinstance(p, DTensor) else None for p in parameters}

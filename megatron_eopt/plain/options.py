@@ -1,7 +1,7 @@
 """The settings of all optimizers of plain torch."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal
 
 Package = Literal["transformer_engine", "apex"]
@@ -11,22 +11,24 @@ Package = Literal["transformer_engine", "apex"]
 class OptimizerConfig:
     """What :func:`~megatron_eopt.plain.build.build_optimizer` builds.
 
+    A field that the optimizer has no use of is an error; None leaves it out.
+
     Attributes:
         name: under which a builder is registered.
         lr: learning rate; of optimizers of matrices, that of the matrices. None for the default of the class.
         weight_decay: of parameters with more than one dimension.
         betas: of ``lion``, ``schedule_free_adamw``, ``ademamix``, ``soap`` and AdamW, also beside an optimizer of
             matrices. None for the optimizer's own, (0.9, 0.95) of AdamW.
-        eps: of the same but for ``lion``, above 0.
-        fused: whether AdamW uses torch's fused kernel, if there is one; ``transformer_engine`` or ``apex``, for
-            ``adamw`` alone, for that package's FusedAdam.
-        muon_momentum: of ``muon``, in [0, 1).
-        muon_ns_steps: Newton-Schulz steps of ``muon``, 1 to 100.
+        eps: of the same but for ``lion``, above 0; None for 1e-8.
+        fused: whether AdamW uses torch's fused kernel; None for yes, if there is one; ``transformer_engine`` or
+            ``apex``, for ``adamw`` alone, for that package's FusedAdam.
+        muon_momentum: of ``muon``, in [0, 1); None for 0.95.
+        muon_ns_steps: Newton-Schulz steps of ``muon``, 1 to 100; None for 5.
         muon_adam_lr: learning rate of AdamW beside an optimizer of matrices; None for ``lr``, and for 3e-4 where that
             is None too.
         muon_embeddings: whether ``muon`` rather than AdamW is given embeddings, output layers and biases, where they
             are matrices whose long side is at most ten times the short one, as in KempnerForge.
-        schedule_free_warmup_steps: of ``schedule_free_adamw``, at least 0.
+        schedule_free_warmup_steps: of ``schedule_free_adamw``, at least 0; None for 0.
         spectron_factor_pairs: for ``spectron``, names of parameters that are the two factors of one weight, such as
             ``[("blocks.*.up.A", "blocks.*.up.B")]``; each ``*`` stands for the same text in both.
         options: further arguments of the optimizer's class, such as ``{"rank": 32}`` for ``spectron``.
@@ -36,13 +38,13 @@ class OptimizerConfig:
     lr: float | None = None
     weight_decay: float = 0.1
     betas: tuple[float, float] | None = None
-    eps: float = 1e-8
-    fused: bool | Package = True
-    muon_momentum: float = 0.95
-    muon_ns_steps: int = 5
+    eps: float | None = None
+    fused: bool | Package | None = None
+    muon_momentum: float | None = None
+    muon_ns_steps: int | None = None
     muon_adam_lr: float | None = None
     muon_embeddings: bool = False
-    schedule_free_warmup_steps: int = 0
+    schedule_free_warmup_steps: int | None = None
     spectron_factor_pairs: Sequence[tuple[str, str]] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -69,6 +71,16 @@ def given_fields(config: Any, name: str | None = None) -> dict[str, Any]:
             f"OptimizerConfig(name='muon', lr=0.02), a mapping or an object with such fields, or the name alone"
         )
     return given
+
+
+def set_fields(config: Any) -> dict[str, Any]:
+    """Fields that are not None, and not the defaults of a dataclass."""
+    defaults = {each.name: each.default for each in fields(config)} if is_dataclass(config) else {}
+    return {
+        field: value
+        for field, value in given_fields(config).items()
+        if value is not None and (field not in defaults or value != defaults[field])
+    }
 
 
 def config_of(config: Any, name: str) -> OptimizerConfig:

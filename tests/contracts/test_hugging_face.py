@@ -12,7 +12,7 @@ from megatron_eopt.plain import OptimizerConfig, build_optimizer
 
 
 def config(name="muon", **fields):
-    return OptimizerConfig(name=name, lr=0.01, fused=False, **fields)
+    return OptimizerConfig(name=name, lr=0.01, **fields)
 
 
 def warnings_of(caplog):

@@ -57,7 +57,7 @@ def test_optimizers_and_parameters_go_when_nobody_holds_them():
 @pytest.mark.parametrize("name", ["adamw", "muon", "lion"])
 def test_every_fp16_parameter_is_said_once(caplog, name):
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
-    optimizer = build_optimizer(model.half(), OptimizerConfig(name=name, fused=False, lr=1e-3))
+    optimizer = build_optimizer(model.half(), OptimizerConfig(name=name, lr=1e-3))
     step(optimizer, optimizer)
     messages = [record.message for record in caplog.records if "fp16" in record.message]
     for key, _ in model.named_parameters():

@@ -3,8 +3,10 @@
 import copy
 import logging
 import pickle
+import re
 import sys
-from types import ModuleType
+from dataclasses import make_dataclass
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.functional import cross_entropy
 
-from megatron_eopt import Execution, registry
+from megatron_eopt import Execution, Lion, registry
 from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.matrices import concatenated, declare, undeclare
 from megatron_eopt.plain import OptimizerConfig, build_optimizer, kinds
@@ -395,9 +397,9 @@ def test_eps_is_that_of_adamw_beside_matrices():
 
 
 def test_options_cannot_say_what_fields_say():
-    for name, key in (("lion", "lr"), ("muon", "adam_lr"), ("muon", "momentum")):
+    for name, key, field in (("lion", "lr", "lr"), ("muon", "adam_lr", "lr"), ("muon", "momentum", "muon_momentum")):
         with pytest.raises(TypeError, match=f"multiple values for keyword argument '{key}'"):
-            build(Model(), name, options={key: 0.5})
+            build(Model(), name, options={key: 0.5}, **{field: 0.5})
     scion = build(Model(), "scion", options={"radius": 1.0, "num_ns_steps": 3, "workspace": 2**20})
     assert scion.param_groups[0]["num_ns_steps"] == 3
     assert scion.matrices.execution == Execution(workspace=2**20)
@@ -460,23 +462,21 @@ def test_a_builder_of_ones_own_returns_an_optimizer_of_all_parameters(monkeypatc
 @pytest.mark.parametrize(
     ("name", "fields", "without"),
     [
-        ("scion", {"muon_momentum": 0.1, "muon_ns_steps": 3}, "muon_momentum, muon_ns_steps"),
-        ("soap", {"muon_adam_lr": 1e-3}, "muon_adam_lr"),
-        ("lion", {"muon_adam_lr": 1e-3, "eps": 1e-6}, "eps, muon_adam_lr"),
-        ("signum", {"betas": (0.5, 0.6)}, "betas"),
-        (
-            "muon",
-            {"spectron_factor_pairs": [("a", "b")], "schedule_free_warmup_steps": 10},
-            "schedule_free_warmup_steps, spectron_factor_pairs",
-        ),
-        ("adamw", {"muon_embeddings": True}, "muon_embeddings"),
+        ("scion", {"muon_momentum": 0.95, "muon_ns_steps": 5}, "muon_momentum=0.95, muon_ns_steps=5"),
+        ("soap", {"muon_adam_lr": 1e-3}, "muon_adam_lr=0.001"),
+        ("lion", {"eps": 1e-8, "fused": True}, "eps=1e-08, fused=True"),
+        ("signum", {"betas": (0.5, 0.6)}, "betas=(0.5, 0.6)"),
+        ("muon", {"schedule_free_warmup_steps": 0}, "schedule_free_warmup_steps=0"),
+        ("adamw", {"muon_embeddings": True}, "muon_embeddings=True"),
     ],
 )
-def test_fields_without_effect_are_warned_of(name, fields, without, caplog):
-    build(Model(), name, **fields)
-    assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
-        f"fields of the config have no effect on {name}: {without}"
-    ]
+def test_a_field_without_effect_is_refused(name, fields, without, caplog):
+    message = f"fields of the config have no effect on {name}: {without};"
+    for kind in (OptimizerConfig, dict):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            build_optimizer(Model(), kind(name=name, **fields))
+    build_optimizer(Model(), SimpleNamespace(name=name, **fields))  # as a parser's, which has all fields
+    assert message in caplog.text
 
 
 OF_ADAMW = {"betas": (0.5, 0.6), "eps": 1e-6, "fused": False}
@@ -491,9 +491,16 @@ EVERY_FIELD = {
 
 
 @pytest.mark.parametrize("name", EVERY_FIELD)
-def test_fields_with_an_effect_are_not_warned_of(name, caplog):
+def test_fields_with_an_effect_are_taken(name, caplog):
     build(Model(), name, weight_decay=0.2, **EVERY_FIELD[name])
     assert not [record for record in caplog.records if record.levelno == logging.WARNING]
+
+
+def test_defaults_of_a_dataclass_of_ones_own_are_not_set():
+    own = make_dataclass("Own", [("name", str, "lion"), ("muon_momentum", float, 0.95)])
+    assert isinstance(build_optimizer(Model(), own()), Lion)
+    with pytest.raises(ValueError, match=r"no effect on lion: muon_momentum=0.9;"):
+        build_optimizer(Model(), own(muon_momentum=0.9))
 
 
 def test_spectron_without_a_rank_says_what_to_write():

@@ -1,42 +1,27 @@
 """Base class of optimizers that orthogonalize momentum."""
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from megatron_eopt.kernels.precision import MatmulPrecision, fp32_products
+from megatron_eopt.kernels.precision import MatmulPrecision
 from megatron_eopt.matrices import declared_split, experts
-from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import local_rows, on_one_rank
-from megatron_eopt.parallel.scheduler import Program
-from megatron_eopt.settings.groups import DECOUPLED, METHOD, OTHER_NAMES, decay_method
-from megatron_eopt.settings.modifiers import Modified, modified
-from megatron_eopt.settings.of_class import is_ours
+from megatron_eopt.settings.groups import DECOUPLED, OTHER_NAMES
 from megatron_eopt.settings.records import EXECUTION, DecayMethod, Setting, names_of
-from megatron_eopt.settings.values import BELOW_1, Scalar
+from megatron_eopt.settings.values import BELOW_1
 from megatron_eopt.step.base import BaseOptimizer
-from megatron_eopt.step.elementwise import MomentumStack, Update, decay, subtract
-from megatron_eopt.step.nonfinite import Flag
-from megatron_eopt.step.parameters import (
-    check_matrix,
-    local,
-    names_of_last,
-)
-from megatron_eopt.step.session import StepCache
-from megatron_eopt.step.stacks import Chunk, Inputs, Member, Rule, gradients_of, lockstep
-from megatron_eopt.step.state import MOMENTUM_BUFFER, StateTensor
+from megatron_eopt.step.elementwise import MomentumStack, Update
+from megatron_eopt.step.momentum_optimizer import OF_PARAMETERS, MomentumOptimizer
+from megatron_eopt.step.parameters import check_matrix, names_of_last
+from megatron_eopt.step.stacks import Rule
 from megatron_eopt.step.users_functions import OF_USERS, checked
-from megatron_eopt.step.users_step import users_step
-from megatron_eopt.transforms.second_moment import divided
 
 MUONS = ("execution", "tp_mode", *names_of(EXECUTION))  # settings that only Muon and its relatives have
-# methods by which users make updates of whole parameters or matrices
-OF_PARAMETERS = ("orthogonalize", "scaled_orthogonalize_fn", "orthogonalize_fn")
 
 
 def check_given(optimizer: BaseOptimizer, given: Mapping[str, Any]) -> None:
@@ -58,7 +43,7 @@ def refuse_blockwise(optimizer: BaseOptimizer, measured: str, otherwise: str = "
         )
 
 
-class OrthogonalizedOptimizer(BaseOptimizer):
+class OrthogonalizedOptimizer(MomentumOptimizer):
     """Momentum, orthogonalized and scaled, as the update of matrices.
 
     For a parameter ``p`` with gradient ``g``, in this order:
@@ -112,11 +97,8 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         Setting("scale_factor_fn", whole=True),
     )
     split_lengths: ClassVar[tuple[int, ...]] = (3,)
-    scales_factors_of_users: ClassVar[bool] = False  # whether a user's function leaves its factors unscaled
     momentum_key = "momentum_beta"
     nesterov_key = "use_nesterov"
-
-    fp32_matmul_prec: MatmulPrecision
 
     def __init__(
         self,
@@ -187,11 +169,10 @@ class OrthogonalizedOptimizer(BaseOptimizer):
                 f"which are {sum(shapes)}"
             )
 
-    def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
-        """Describe the momentum."""
-        return [StateTensor(MOMENTUM_BUFFER, dtype=self.execution.momentum_dtype)]
-
     # The step.
+
+    def _by_user(self) -> bool:
+        return True
 
     def orthogonalize(self, p: Tensor, grad: Tensor, **group_settings: Any) -> Tensor:
         """One parameter's update, before the learning rate; to override.
@@ -238,11 +219,6 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         """Factor of the orthogonal factor; 1 without a function."""
         return 1.0
 
-    def _overridden(self, *names: str) -> list[str]:
-        """Which of these methods a user has overridden or set."""
-        owners = {name: next(cls for cls in type(self).__mro__ if name in vars(cls)) for name in names}
-        return [name for name, cls in owners.items() if name in vars(self) or not is_ours(cls)]
-
     def update(self, stack: MomentumStack) -> Rule:
         """Muon's update of equal matrices.
 
@@ -251,91 +227,3 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         u = yield stack.momentum()  # m += (1 - beta) (g - m);  u = (1 - beta) g + beta m
         O = yield stack.orthogonalize(u)  # ranks may wait here
         return Update(O, stack.scale)  # p -= lr * s O
-
-    def _worked(self, chunk: Chunk[MomentumStack]) -> Program:
-        """One chunk's step."""
-        decay(chunk)
-        updates = yield from lockstep([(stack, self.update(stack)) for stack in chunk.stacks])
-        if not all(isinstance(update, Update) for update in updates.values()):
-            raise TypeError(f"{type(self).__name__}.update() has to return an Update(factors, scale)")
-        if any(stack.modified.moment2_method != "none" for stack in chunk.stacks):
-            updates = divided(updates, chunk.engine)
-        subtract(updates, chunk)
-        chunk.end()
-
-    def _inputs(self, ok: Flag) -> Inputs:
-        """What the step reads; makes state that is missing."""
-        return Inputs(self.param_groups, gradients_of(self._parameters(), self._begin_state()), ok)
-
-    def _chunk_of(self, indices: Iterable[int], inputs: Inputs) -> Chunk[MomentumStack]:
-        """The chunk of these parameters, which is kept from step to step, with what a step reads."""
-        some = tuple(indices)
-        chunk: Chunk[MomentumStack] = self._session.settled.chunks_for(some, partial(self._make_chunk, some))
-        chunk.begin(inputs)
-        for stack in chunk.stacks:
-            stack.beta, stack.weight_decay = self._rates_of(stack.group)
-            stack.decays = isinstance(stack.weight_decay, Tensor) or stack.weight_decay != 0
-            stack.nesterov = self.nesterov_key in self.defaults and stack.group[self.nesterov_key]
-        return chunk
-
-    def _make_chunk(self, indices: Sequence[int]) -> Chunk[MomentumStack]:
-        settled = self._session.settled
-        group_of = [number for number, group in enumerate(self.param_groups) for _ in group["params"]]
-        parameters = self._parameters()
-        members = []
-        for index in indices:
-            p = parameters[index]
-            matrices = self.engine.matrices[index]
-            pairs = zip(self.key_ends(p), matrices, strict=True) if matrices else [("", None)]
-            for number, (end, matrix) in enumerate(pairs):
-                like = local(p).shape if matrix is None else (matrix.group, matrix.shape, matrix.rectangles)
-                kind = group_of[index], p.dtype, like
-                members.append(Member(p, group_of[index], index, number, end, kind))
-        chunk = Chunk(self, self.engine, members, MomentumStack)
-        for stack in chunk.stacks:
-            first = stack.members[0]
-            stack.kernels = None if settled.by_user else settled.kernels
-            stack.modified = settled.modified[first.group]
-            stack.has_views = stack.kernels is not None and not stack.modified.measured
-            stack.rounded = self.execution.momentum_dtype is not None
-            if settled.scales is not None and (self.scales_factors_of_users or not settled.by_user):
-                stack.scale = settled.scales[first.index][first.number]
-        return chunk
-
-    def _take(self, ok: Flag) -> None:
-        self._take_users(self._inputs(ok))
-
-    def _take_users(self, inputs: Inputs) -> None:
-        session = self._session
-        assert session.nonfinite is not None  # a step is made
-        of_updates = session.nonfinite.of_updates
-        agree = partial(self._agree, present=session.stepping or [])
-
-        def accept(updates: Mapping[int, Tensor]) -> Tensor:
-            of_all = [updates.get(i) for i, _ in enumerate(self._parameters())]
-            return of_updates.accept(of_all, agree) == 1
-
-        chunk = self._chunk_of(inputs.gradients, inputs)
-        session.changing = True
-        with fp32_products(self.fp32_matmul_prec, as_torch=True):
-            users_step(chunk, self._worked(chunk), self.orthogonalize, accept)
-
-    def _settled(self, engine: Engine) -> StepCache:
-        """Also find how groups are modified, and whether the user's methods make updates."""
-        settled = super()._settled(engine)
-        settled.modified = list(map(self._modified, self.param_groups))
-        settled.needs_norms = any(each.needs_norm for each in settled.modified)
-        settled.by_user = bool(self._overridden(*OF_PARAMETERS))
-        return settled
-
-    def _modified(self, group: Mapping[str, Any]) -> Modified:
-        """How a group is modified: by Muon's settings, which users' groups may have under other meanings."""
-        return modified({}, self.decay_method(group))
-
-    def decay_method(self, group: Mapping[str, Any]) -> DecayMethod:
-        """The kind of a group's weight decay; a ``ValueError`` for a contradiction."""
-        return decay_method(type(self).__name__, group) if METHOD in self.defaults else "decoupled"
-
-    def _rates_of(self, group: Mapping[str, Any]) -> tuple[float, Scalar]:
-        """Momentum and weight decay of a group's next step."""
-        return group[self.momentum_key], group["weight_decay"]

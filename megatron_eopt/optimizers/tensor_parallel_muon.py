@@ -1,6 +1,6 @@
 """Muon for parameters that may be sharded."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import sqrt
@@ -14,12 +14,7 @@ from torch.optim.optimizer import ParamsT
 from megatron_eopt.kernels.choice import rule
 from megatron_eopt.kernels.precision import MatmulPrecision, gram_dtype, product_dtype
 from megatron_eopt.optimizers import muon_checks
-from megatron_eopt.optimizers.orthogonalized import (
-    OF_PARAMETERS,
-    OrthogonalizedOptimizer,
-    check_given,
-    refuse_blockwise,
-)
+from megatron_eopt.optimizers.orthogonalized import OrthogonalizedOptimizer, check_given, refuse_blockwise
 from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.scale import ScaleMode, muon_scale_factor
@@ -28,8 +23,6 @@ from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import Layout, cut_over, shared_out
 from megatron_eopt.parallel.plan_records import Matrix, TpMode
-from megatron_eopt.parallel.scheduler import Program
-from megatron_eopt.parallel.workspace import OF_ENTRY
 from megatron_eopt.settings import modifiers
 from megatron_eopt.settings.execution import Execution
 from megatron_eopt.settings.groups import (
@@ -45,10 +38,8 @@ from megatron_eopt.settings.of_class import settings_of
 from megatron_eopt.settings.records import DecayMethod, Moment2Method, RelativeUpdate, WeightNorm
 from megatron_eopt.step import held_norms
 from megatron_eopt.step.base import BaseOptimizer
-from megatron_eopt.step.cuda_graph import GraphedUpdate
-from megatron_eopt.step.elementwise import Update, scaled
-from megatron_eopt.step.nonfinite import Flag
-from megatron_eopt.step.offload import Streamed
+from megatron_eopt.step.elementwise import Update, Updates, scaled
+from megatron_eopt.step.momentum_optimizer import OF_PARAMETERS
 from megatron_eopt.step.parameters import (
     DescribedMatrix,
     Matrices,
@@ -57,11 +48,8 @@ from megatron_eopt.step.parameters import (
     local,
     names_of_last,
 )
-from megatron_eopt.step.session import StepCache
-from megatron_eopt.step.stacks import Inputs
 from megatron_eopt.step.state import StateTensor, bytes_of_entry
 from megatron_eopt.step.step_form import step_form
-from megatron_eopt.step.step_kernels import StepKernels
 from megatron_eopt.step.users_functions import factors_by_user, of_whole, scaled_by_user, scales_of
 from megatron_eopt.transforms import second_moment
 
@@ -179,8 +167,6 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     instead_of_decay: ClassVar[str] = ""  # what replaces weight decay, for messages
     measures: ClassVar[bool] = False  # whether each step measures global matrices for the size of updates
 
-    newton_schulz_calls: int = 0
-
     def __init__(
         self,
         params: ParamsT,
@@ -213,90 +199,21 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         known = settings_of(type(self))
         muon_checks.check_scale(values, {key: setting.default for key, setting in known.items()})
 
-    # The step, and the hooks of relatives.
+    # The step.
+
+    def _by_user(self) -> bool:
+        return bool(self._overridden(*OF_PARAMETERS))
+
+    def _divided(self, updates: Updates, engine: Engine) -> Updates:
+        return second_moment.divided(updates, engine)
 
     @property
     def keeps_momenta(self) -> bool:
         """Whether a group compares norms of momenta, as NAMO does."""
         return any(modifiers.moment2_of(group) == "namo" for group in self.param_groups)
 
-    @property
-    def streamed(self) -> Streamed:
-        """Moves state between host memory and the device."""
-        session = self._session
-        session.streamed = session.streamed or Streamed(self.engine.device)
-        return session.streamed
-
-    def state_dict(self) -> dict[str, Any]:
-        """As torch's; waits for state to reach host memory."""
-        if self._session.streamed is not None:
-            self._session.streamed.wait()
-        return super().state_dict()
-
     def _modified(self, group: Mapping[str, Any]) -> Modified:
         return modifiers.modified(group, self.decay_method(group))
-
-    def _copied(self) -> int:
-        """Bytes of each entry that a step copies where kernels serve."""
-        both = [group for group in self.param_groups if modifiers.moment2_of(group) != "none"]
-        measures = any(map(modifiers.measures, both))
-        return OF_ENTRY if measures or self._overridden("update") else 0
-
-    def _take(self, ok: Flag) -> None:
-        session = self._session
-        execution = self.execution
-        if session.settled.needs_norms:
-            held_norms.find_norms(self)
-        inputs = self._inputs(ok)
-        if session.settled.by_user:
-            self._take_users(inputs)
-        else:
-            run = self._run
-            if execution.cuda_graphs:
-                graphed = session.settled.graphed = session.settled.graphed or GraphedUpdate(self._run)
-                graphed.check(inputs, self._places(inputs.gradients))
-                run = graphed
-            session.changing = True
-            run(inputs)
-        scales = session.settled.scales or []
-        for i in inputs.gradients:
-            self.newton_schulz_calls += len(scales[i])
-        if execution.momentum_dtype is not None:
-            for group in self.param_groups:
-                group[MOMENTUM_STEPS] += 1
-
-    def _run(self, inputs: Inputs) -> None:
-        engine = self.engine
-        offloads = self.execution.offload_fraction > 0
-
-        def program(indices: Sequence[int]) -> Program:
-            chunk = self._chunk_of(indices, inputs)
-            return self.streamed.around(chunk, self._worked) if offloads else self._worked(chunk)
-
-        if offloads:
-            self.streamed.begin(engine.order(list(inputs.gradients)), self._on_host(inputs.gradients))
-        engine.run(list(inputs.gradients), program)
-        if offloads:
-            self.streamed.end()
-
-    def _on_host(self, indices: Iterable[int]) -> dict[int, list[Tensor]]:
-        """State of parameters that is in host memory, by their indices."""
-        parameters = self._parameters()
-        homes = {}
-        for index in indices:
-            p = parameters[index]
-            if self.on_host(p):
-                state = map(local, self.state[p].values())
-                homes[index] = [x for x in state if x.shape == local(p).shape]
-        return homes
-
-    def _places(self, indices: Iterable[int]) -> list[int]:
-        """Where a step changes weights and state of parameters."""
-        parameters = self._parameters()
-        places = []
-        for p in (parameters[index] for index in indices):
-            places += [local(x).data_ptr() for x in (p, *self.state[p].values())]
-        return places
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """The momentum, held norms of matrices, and second moments."""
@@ -409,18 +326,6 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             return layout
         joint = getattr(self.pg_collection, "tp_dp_cp", None) if self.tp_mode in ("owner", "auto") else None
         return shared_out(layout, sharers, joint)
-
-    def _settled(self, engine: Engine) -> StepCache:
-        """Also find scales, which a user's function may get wrong, and kernels."""
-        settled = super()._settled(engine)
-        matrices = zip(self._parameters(), engine.matrices, strict=True)
-        settled.scales = [scales_of(self._scale_of(self.group_of(p)), of_p) for p, of_p in matrices]
-        settled.copied = self._copied()
-        form, _ = step_form(self, engine.device)
-        if form == "triton":
-            settled.kernels = StepKernels(engine)
-            engine.slice_chunks(settled.copied)
-        return settled
 
     def predicted_rms(self, rows: int, cols: int, group: Mapping[str, Any] | None = None) -> float | None:
         """RMS of first updates before ``lr``; None where gradients or a user's function decide."""

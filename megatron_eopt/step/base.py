@@ -82,7 +82,7 @@ OF_CONSTRUCTORS = {"self", "params", "settings", "kwargs", "__class__"}  # what 
 HOOKS = ("_optimizer_", "_zero_grad_")  # beginnings of attributes of torch's, which belong to one object
 
 
-def _session_of(cls: type) -> Session:
+def _session_of(cls: type) -> Session[Any]:
     return Session(planned=[key for key, setting in settings_of(cls).items() if setting.planned])
 
 
@@ -116,7 +116,7 @@ class BaseOptimizer(Optimizer):
     qkv_split_shapes: Sequence[int] | None = None
     tp_mode: TpMode = "duplicated"
 
-    _session: Session
+    _session: Session[Any]
 
     def __init__(self, params: ParamsT, arguments: Mapping[str, Any], further: Mapping[str, Any] | None = None) -> None:
         """Check and keep the arguments of a constructor.

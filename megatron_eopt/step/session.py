@@ -10,11 +10,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_eopt.parallel.engine import Engine
-from megatron_eopt.settings.modifiers import Modified
-from megatron_eopt.step.cuda_graph import GraphedUpdate
 from megatron_eopt.step.nonfinite import Flag, NonFinite, WithoutGradients
 from megatron_eopt.step.offload import Streamed
-from megatron_eopt.step.step_kernels import StepKernels
 
 MOST_CHUNKS = 1024  # kept, one for each set of parameters that step together
 
@@ -24,15 +21,7 @@ class StepCache:
     """What follows from an engine, each found when it is first needed."""
 
     state_keys: list[set[str]] | None = None  # of the state of each parameter
-    modified: list[Modified] = field(default_factory=list)  # how groups are
-    needs_norms: bool = False  # whether norms of weights are to be found before the step
-    by_user: bool = False  # whether a user's methods make updates of whole parameters
-    copied: int = 0  # bytes of each entry that the program copies where kernels serve
-    scales: list[list[float]] | None = None  # of each parameter's matrices
-    kernels: StepKernels | None = None  # what does the elementwise work; None for torch
-    graphed: GraphedUpdate | None = None  # a captured step, which reads tables of the kernels
     chunks: dict[object, Any] = field(default_factory=dict)  # of stacks, by the parameters that step
-    norms_checked: bool = False  # those by which updates are sized
     further: list[ProcessGroup] | None = None  # beside those of the engine: ranks that skip steps together
 
     def chunks_for(self, key: object, make: Callable[[], Any]) -> Any:
@@ -45,7 +34,7 @@ class StepCache:
 
 
 @dataclass
-class Session:
+class Session[Cache: StepCache]:
     """What is known of plans, groups and steps."""
 
     planned: list[str] = field(default_factory=list)  # settings of groups by which ranks plan
@@ -54,7 +43,7 @@ class Session:
     tags: list[object] = field(default_factory=list)  # what these said of their logical matrices
     engine_of: tuple[list[object], list[dict[str, Any]]] | None = None  # functions and settings that it was made for
     stepping: list[bool] | None = None  # which parameters have gradients, as sharing ranks have agreed
-    settled: StepCache = field(default_factory=StepCache)  # anew with each engine
+    settled: Cache = field(default_factory=StepCache)  # type: ignore[assignment]  # anew with each engine
     key_ends: dict[Tensor, list[str]] = field(default_factory=dict)
     said: list[tuple[torch.Size, dict[str, Any]]] = field(default_factory=list)  # by the parameters that were added
     begun: dict[tuple[Tensor, str], Tensor] = field(default_factory=dict)  # parameter and key -> state that has begun

@@ -109,6 +109,9 @@ def run_chunks(
                 started.finish()
 
 
+ONCE = "a rule that steps momenta yields stack.orthogonalize(u) once"
+
+
 class _Running(NamedTuple):
     """A program that waits for its factors."""
 
@@ -133,7 +136,7 @@ class StartedChunk:
         rooms: list[Factors] = []  # shards of each stack
         for part in chunk.slices:
             running = program(part.parameters)
-            shards = next(running)
+            shards = begin(running)
             self._programs.append(_Running(running, part, callable(shards)))
             if not self._stacks:
                 for job in chunk.jobs:
@@ -173,13 +176,20 @@ class StartedChunk:
             resume(running.program, factors)
 
 
+def begin(program: Program) -> Shards:
+    """Run a program until it waits for its factors."""
+    for shards in program:
+        return shards
+    raise TypeError(f"{ONCE}, got none")
+
+
 def resume(program: Program, factors: Sequence[Tensor]) -> None:
     """Run a program to its end with its factors."""
     try:
         program.send(factors)
     except StopIteration:
         return
-    raise AssertionError("a program orthogonalizes once")
+    raise TypeError(f"{ONCE}, got it twice")
 
 
 def _owned(factors: Rows, dtypes: Sequence[torch.dtype]) -> list[Tensor]:

@@ -11,7 +11,7 @@ from itertools import chain, zip_longest
 import torch
 from torch import Tensor
 
-from megatron_eopt.parallel.scheduler import Program, resume
+from megatron_eopt.parallel.scheduler import Program, begin, resume
 from megatron_eopt.step.elementwise import MomentumStack
 from megatron_eopt.step.parameters import local
 from megatron_eopt.step.stacks import Chunk
@@ -79,7 +79,7 @@ class Streamed:
         """Wrap the step of a chunk with its state on the device."""
         self.bring(chunk)
         running = worked(chunk)
-        shards = next(running)
+        shards = begin(running)
         momenta = list(chunk.wholes(MOMENTUM_BUFFER).values())
         further = list[Tensor]()
         for p in chunk.parameters.values():

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
-from megatron_eopt.parallel.scheduler import Program, resume
+from megatron_eopt.parallel.scheduler import Program, begin, resume
 from megatron_eopt.step import foreach
 from megatron_eopt.step.elementwise import MomentumStack
 from megatron_eopt.step.stacks import Chunk
@@ -36,7 +36,7 @@ def users_step(
     if not indices:
         accept({})
         return
-    shards = next(running)
+    shards = begin(running)
     assert not callable(shards)  # a chunk without kernels
     momenta = chunk.engine.merge(indices, shards)
     updates = list(_updates(chunk, momenta, orthogonalize))

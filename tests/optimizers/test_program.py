@@ -75,6 +75,15 @@ def one_of_two_groups(self, stack):
     return Update(gradients(stack), 1.0)
 
 
+def without_orthogonalizing(self, stack):
+    return Update((yield stack.momentum()), 1.0)
+
+
+def orthogonalizing_twice(self, stack):
+    O = yield stack.orthogonalize(gradients(stack))
+    return Update((yield stack.orthogonalize(O)), 1.0)
+
+
 def two_rules_of_momenta(self, stack):
     u = yield stack.momentum(foreach.heavy_ball if stack.group_number else foreach.average)
     return Update((yield stack.orthogonalize(u)), 1.0)
@@ -88,6 +97,8 @@ def two_rules_of_momenta(self, stack):
         (a_request_for_shards, "a list of shards, or what `yield stack.momentum"),
         (no_update, "has to return an Update"),
         (one_of_two_groups, "the rules of all groups orthogonalize once"),
+        (without_orthogonalizing, "once, got none"),
+        (orthogonalizing_twice, "once, got it twice"),
         (two_rules_of_momenta, "all groups take one rule of momenta"),
     ],
 )

@@ -32,11 +32,6 @@ class OptimizerSpec:
         return "all" if self.cls.elementwise else "matrices"
 
     @property
-    def vectors(self) -> bool:
-        """Whether it takes any shape, so that plain torch gives it all."""
-        return self.cls.elementwise or getattr(self.cls, "takes", "") == "matrices and vectors"
-
-    @property
     def settings(self) -> Mapping[str, Setting]:
         """Arguments of the constructor, and what ``execution`` has."""
         known = settings_of(self.cls)

@@ -161,10 +161,9 @@ def _bytes(tensors: Iterable[StateTensor], with_numbers: bool = True) -> str:
 
 def plain() -> str:
     """What plain torch builds."""
-    rest: dict[str, list[str]] = {"AdamW": [], "its own Adam": [], "the same": ["adamw"]}
+    rest: dict[str, list[str]] = {"AdamW": [], "the same": ["adamw"]}
     for row in OPTIMIZERS.values():
-        kind = "the same" if row.owns == "all" else "its own Adam" if row.vectors else "AdamW"
-        rest[kind].append(row.name)
+        rest["the same" if row.owns == "all" else "AdamW"].append(row.name)
     return table(("`name`", "all but matrices have"), [(code(names), of_rest) for of_rest, names in rest.items()])
 
 

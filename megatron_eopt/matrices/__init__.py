@@ -7,9 +7,11 @@ from megatron_eopt.matrices.declared import concatenated as concatenated
 from megatron_eopt.matrices.declared import declare as declare
 from megatron_eopt.matrices.declared import declared_split as declared_split
 from megatron_eopt.matrices.declared import experts as experts
+from megatron_eopt.matrices.declared import flattened as flattened
 from megatron_eopt.matrices.declared import heads as heads
 from megatron_eopt.matrices.declared import interleaved as interleaved
 from megatron_eopt.matrices.declared import interleaved_gate_up as interleaved_gate_up
+from megatron_eopt.matrices.declared import is_flattened as is_flattened
 from megatron_eopt.matrices.declared import is_transposed as is_transposed
 from megatron_eopt.matrices.declared import key_value as key_value
 from megatron_eopt.matrices.declared import latent_down as latent_down

@@ -89,6 +89,14 @@ def transposed(split: Split = WHOLE) -> Split:
     return replace(split, transposed=True)
 
 
+def flattened(split: Split = WHOLE) -> Split:
+    """A filter (out, in, height, width), read as (out x the rest).
+
+    That of a transposed convolution is (in, out, height, width): ``transposed(flattened())``.
+    """
+    return replace(split, flattened=True)
+
+
 ATTRIBUTE = "logical_matrices"  # of a parameter: its Split
 _by_name: dict[str, Split] = {}
 
@@ -151,6 +159,12 @@ def is_transposed(parameter: Tensor) -> bool:
     """Whether a parameter is declared as transposed."""
     split = declared_split(parameter)
     return split is not None and split.transposed
+
+
+def is_flattened(parameter: Tensor) -> bool:
+    """Whether a parameter is read as its first dimension times the rest: of more than two, and no stack."""
+    split = declared_split(parameter)
+    return parameter.ndim > 2 and (split is None or split.stacked is None)
 
 
 def split_of(

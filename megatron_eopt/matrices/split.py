@@ -36,13 +36,15 @@ class Part:
 class Split:
     """The logical matrices of a parameter, by its rows.
 
-    Raises ``ValueError`` for an unknown order, numbers below 1, and parts that do not go with the order.
+    Raises ``ValueError`` for an unknown order, numbers below 1, parts that do not go with the order, and a flattened
+    stack.
     """
 
     parts: tuple[Part, ...] = ()  # in the order of the rows; none for one matrix
     order: Order = "interleaved"
     stacked: int | None = None  # matrices in a three-dimensional parameter, each of which is split
     transposed: bool = False  # the parameter is (in, out), of a stack each matrix: columns are split
+    flattened: bool = False  # the parameter is read as the first dimension times the rest, as a convolution's
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parts", tuple(self.parts))
@@ -60,6 +62,8 @@ class Split:
         for what, number in counts:
             if number is not None and (type(number) is not int or number < 1):
                 raise ValueError(f"{what}: expected a positive integer, got {number!r}")
+        if self.flattened and self.stacked is not None:
+            raise ValueError(f"a parameter is a stack of {self.stacked} matrices or flattened to one, not both")
 
     @property
     def is_whole(self) -> bool:

@@ -4,16 +4,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.kernels.precision import MatmulPrecision
-from megatron_eopt.matrices import declared_split
+from megatron_eopt.matrices import is_flattened
 from megatron_eopt.optimizers.tensor_parallel_muon import Modifiers, TensorParallelMuon
 from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.scale import ScaleMode
-from megatron_eopt.parallel.layout import Layout
 from megatron_eopt.parallel.plan_records import TpMode
 from megatron_eopt.settings.execution import Execution
 from megatron_eopt.settings.records import DecayMethod, Setting
@@ -64,21 +62,11 @@ class HeavyBallMuon(TensorParallelMuon):
         O = yield stack.orthogonalize(u)
         return Update(O, stack.scale)
 
-    def layout(self, parameter: Tensor) -> Layout:
-        """The layout of a parameter, read as a matrix."""
-        if _is_flattened(parameter) and not isinstance(parameter, DTensor):
-            parameter = parameter.detach().flatten(1)
-        return super().layout(parameter)
-
     def _check_parameter(self, parameter: Tensor, called: str) -> None:
-        if _is_flattened(parameter):
+        if is_flattened(parameter):
             self.layout(parameter)  # refuses one that cannot be laid out
         else:
             super()._check_parameter(parameter, called)
 
 
 HeavyBallMuon.__name__ = "Muon"  # what users built, for messages; pickles go by the qualified name
-
-
-def _is_flattened(parameter: Tensor) -> bool:
-    return parameter.ndim > 2 and declared_split(parameter) is None

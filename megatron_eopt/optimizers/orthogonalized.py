@@ -190,6 +190,8 @@ class OrthogonalizedOptimizer(MomentumOptimizer):
         """
         check_given(self, group_settings)
         split = self.split_of(p)
+        if split.flattened and grad.ndim > 2:
+            return OrthogonalizedOptimizer.orthogonalize(self, p, grad.flatten(1), **group_settings).view(grad.shape)
         if split.is_whole:
             return self._orthogonalize_matrix(grad)
         if grad.ndim > 2 and split.stacked is None:  # which no split of rows knows

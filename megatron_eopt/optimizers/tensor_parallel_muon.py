@@ -264,7 +264,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             pairs = zip(self._factors(engine, index, shards), scales, strict=True)
             updates = scaled(Update([factor], scale) for factor, scale in pairs)
         [update] = engine.merge([index], updates)
-        return update
+        return update.view(local(grad).shape)
 
     def _engine_for(
         self, p: Tensor, grad: Tensor, group_settings: Mapping[str, Any]

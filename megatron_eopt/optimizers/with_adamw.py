@@ -28,6 +28,7 @@ from megatron_eopt.step.loaded_state import (
     warn_reinitialized,
 )
 from megatron_eopt.step.nonfinite import Flag, WithoutGradients, check_gradients
+from megatron_eopt.step.ownership import ownership
 from megatron_eopt.step.parameters import check_parameters, check_scalable, parameter_names, parameters_in
 from megatron_eopt.step.state import STATE_OF, StateTensor, forget_replaced
 
@@ -283,6 +284,10 @@ class Muon(Optimizer):
             group.setdefault(ADAM_LR_AT, groups[0][ADAM_LR_AT])
             group.setdefault(STATE_OF, name_in_states(type(self.matrices)))
         return groups
+
+    def explain(self) -> str:
+        """Which parameters are the matrices', and which AdamW's, at which rates."""
+        return ownership(filter(None, (self.matrices, self.adamw)))
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group of matrices."""

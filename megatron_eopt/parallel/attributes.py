@@ -3,6 +3,7 @@
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_eopt.matrices import is_flattened
 from megatron_eopt.parallel.layout import Layout, cut_over
 
 
@@ -24,17 +25,21 @@ def layout_of(
     tp_group: ProcessGroup | None,
     expert_tp_group: ProcessGroup | None = None,
 ) -> Layout:
-    """The layout of a matrix or stack, from Megatron's attributes.
+    """The layout of a matrix, filter or stack, from Megatron's attributes.
 
     ``tp_group`` is None for one rank. Raises ``ValueError`` for a ``partition_dim`` that does not fit.
     """
     rows, cols = parameter.shape[-2:]
+    ahead = parameter.ndim - 2
+    if is_flattened(parameter):
+        rows = parameter.shape[0]
+        cols = parameter.shape[1:].numel()
+        ahead = 0
     prefix = ""
     if is_expert(parameter):
         tp_group = expert_tp_group
         prefix = "expt_"
     tp = tp_group if is_sharded(parameter) and tp_group is not None and tp_group.size() > 1 else None
-    ahead = parameter.ndim - 2
     dim: int = 0 if tp is None else parameter.partition_dim - ahead  # type: ignore[attr-defined]
     if dim not in (0, 1):
         kind = f"a stack of matrices is {ahead} or {ahead + 1}" if ahead else "a matrix is 0 or 1"

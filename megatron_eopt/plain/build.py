@@ -1,7 +1,6 @@
 """Build an optimizer of plain torch for a model."""
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass, replace
 from functools import partial
@@ -21,7 +20,6 @@ from megatron_eopt.family import DEFAULT_TP_MODE, OPTIMIZERS
 from megatron_eopt.matrices import ATTRIBUTE, tag_declared, warn_of_unmatched
 from megatron_eopt.optimizer_spec import OptimizerSpec
 from megatron_eopt.optimizers.heavy_ball_muon import HeavyBallMuon
-from megatron_eopt.optimizers.soap import SOAP
 from megatron_eopt.optimizers.spectron import Spectron
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.optimizers.with_adamw import Muon, lay_as_parameters
@@ -30,8 +28,10 @@ from megatron_eopt.plain import kinds
 from megatron_eopt.plain.kinds import Group, Rule, decays
 from megatron_eopt.plain.options import OptimizerConfig, config_of, given_fields, set_fields
 from megatron_eopt.registry import get_optimizer_builder, register_optimizer
+from megatron_eopt.screen import counted
 from megatron_eopt.settings.execution import gathered
 from megatron_eopt.step.nonfinite import listed, warn_of_fp16
+from megatron_eopt.step.ownership import KIND, ownership
 from megatron_eopt.step.parameters import FLATTENED, FSDP1_MESSAGE, NAME, parameters_in
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ OWN: dict[str, type[Optimizer]] = {  # name -> class, whose argument lr has the 
     **{row.name: row.cls for row in OPTIMIZERS.values()},
     "muon": Muon,
 }
-BESIDE_ADAMW = {row.name for row in OPTIMIZERS.values() if not row.vectors}
+BESIDE_ADAMW = {row.name for row in OPTIMIZERS.values() if row.owns == "matrices"}
 _OWN_FIELDS = {  # of the config, beside those that are arguments of the class
     "muon": {"muon_momentum", "muon_ns_steps", "muon_embeddings"},
     "schedule_free_adamw": {"schedule_free_warmup_steps"},
@@ -60,11 +60,13 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig | Any) -> Optimize
     the attribute ``name_in_model``. Call it when the model lies as it will be trained: after ``to(device)``,
     ``fully_shard`` and the like.
 
-    Optimizers of matrices leave embeddings and output layers to AdamW. They have the attribute
-    ``is_embedding_or_output_parameter``; if absent, it is set on the weights of ``nn.Embedding`` and
+    Optimizers of matrices get hidden matrices and convolutions, and leave the rest to AdamW: see
+    :func:`~megatron_eopt.plain.kinds.for_matrices`. Embeddings, output layers and first convolutions have the
+    attribute ``is_embedding_or_output_parameter``; if absent, it is set on the weights of ``nn.Embedding`` and
     ``nn.EmbeddingBag`` (also where they are tied), and of output layers: those that a model returns by
     ``get_output_embeddings()`` or ``get_classifier()``, and those with one of the names in
-    :data:`~megatron_eopt.plain.kinds.OUTPUT_LAYERS`. :func:`megatron_eopt.matrices.declare` is in force.
+    :data:`~megatron_eopt.plain.kinds.OUTPUT_LAYERS`. :func:`megatron_eopt.matrices.declare` is in force. The log and
+    ``explain()`` have a table of who has what.
 
     Args:
         model: as it lies for training.
@@ -100,19 +102,10 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig | Any) -> Optimize
     for name, parameter in trained:
         if getattr(parameter, FLATTENED, False):
             raise ValueError(f"{name} {FSDP1_MESSAGE}")
-    kinds.mark_embeddings_and_outputs(model)
+    kinds.mark_other_than_hidden(model)
     kinds.mark_no_linear_maps(model)
     tag_declared(trained)
-    attention = kinds.declare_attention(model)
-    if attention:
-        _log(f"{len(attention)} in_proj_weight of torch's attention are split into q, k and v: {listed(attention)}")
-    conv1d = kinds.declare_conv1d(model)
-    if conv1d:
-        _log(f"{len(conv1d)} weights of Conv1D are (in, out), and read as transposed: {listed(conv1d)}")
-    stacks = Counter(kinds.declare_experts(model))
-    if stacks:
-        listed_stacks = "; ".join(f"{count} {what}" for what, count in stacks.items())
-        _log(f"{stacks.total()} parameters are stacks of experts: {listed_stacks}")
+    kinds.declare_layers(model)
     warn_of_unmatched([name for name, _ in named])
     decayed = []
     others = []
@@ -120,18 +113,19 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig | Any) -> Optimize
         setattr(parameter, NAME, name)
         if decays(name, parameter):
             decayed.append(parameter)
+            setattr(parameter, KIND, "matrices")
         else:
             others.append(parameter)
-    _log(
-        f"{optimizer_name}: weight decay {weight_decay} of {_counted(decayed)}, none of {_counted(others)}; "
-        f"{len(named) - len(trained)} parameters are frozen"
-    )
+            setattr(parameter, KIND, f"{kinds.VECTORS}, biases")
     groups: list[Group] = [
         {"params": decayed, "weight_decay": weight_decay},
         {"params": others, "weight_decay": 0.0},
     ]
     optimizer = builder(groups, config)
     _check_built(optimizer_name, optimizer, trained)
+    table = optimizer.explain() if isinstance(optimizer, Muon) else ownership([optimizer])
+    frozen = len(named) - len(trained)
+    _log(f"{optimizer_name}:\n{table}" + f"\n{counted(frozen, 'parameter')} frozen" * bool(frozen))
     return optimizer
 
 
@@ -212,7 +206,7 @@ def build_of_row(row: OptimizerSpec, groups: list[Group], config: OptimizerConfi
     """One optimizer, or one of matrices beside an AdamW."""
     of_matrices = HeavyBallMuon if row.cls is TensorParallelMuon else row.cls
     config = replace(config, options=gathered(of_matrices, config.options))
-    if row.vectors and not (row.cls is SOAP and any(map(kinds.for_soap, parameters_in(groups)))):
+    if row.owns == "all":
         return row.cls(groups, **_settings(config, row.cls))
     matrices, rest = _divided(row, groups, config)
     if isinstance(config.fused, str):
@@ -247,13 +241,11 @@ def _divided(
     groups: list[Group],
     config: OptimizerConfig,
 ) -> tuple[list[Group], list[Group]]:
-    """Groups of matrices, and of what AdamW has; says who got what, and why."""
+    """Groups of matrices, and of what AdamW has; each parameter gets its kind."""
     why_adamw: Rule = kinds.for_matrices
     factors: list[Group] = []
     if row.cls is TensorParallelMuon:
         why_adamw = kinds.for_muon_of_all if config.muon_embeddings else kinds.for_muon
-    elif row.cls is SOAP:
-        why_adamw = kinds.for_soap
     elif row.cls is Spectron:
         factors, groups = kinds.without_factors(groups, config.spectron_factor_pairs)
     matrices, rest = kinds.divided(groups, why_adamw)
@@ -271,23 +263,15 @@ def _divided(
             f"declare their parts by megatron_eopt.matrices.declare, or set {ATTRIBUTE} = matrices.WHOLE on them",
             logging.WARNING,
         )
-    matrices = factors + matrices
-    beside = _counted(parameters_in(rest))
-    names_by_reason: dict[str | None, list[str]] = {}
+    for parameter in parameters_in(factors):
+        setattr(parameter, KIND, "pairs of factors")
+    for parameter in parameters_in(matrices):
+        setattr(parameter, KIND, kinds.kind_of_matrix(parameter))
     for parameter in parameters_in(rest):
-        names_by_reason.setdefault(why_adamw(parameter), []).append(getattr(parameter, NAME, ""))
-    counts = []
-    for reason, names in names_by_reason.items():
-        which = f": {listed(names)}" if reason == kinds.EXTREME else ""
-        counts.append(f"{len(names)} {reason}{which}")
-    if counts:
-        beside += f" ({', '.join(counts)})"
-    of_matrices = _counted(parameters_in(matrices), "matrices")
-    said = f"{config.name}: {of_matrices}, at lr {config.lr}; AdamW beside it, at lr {config.muon_adam_lr}: {beside}"
-    if matrices:
-        _log(said)
-    else:
-        _log(f"{said}; this is AdamW alone", logging.WARNING)
+        setattr(parameter, KIND, why_adamw(parameter))
+    matrices = factors + matrices
+    if not matrices:
+        _log(f"{config.name} is for hidden matrices, and the model has none: this is AdamW alone", logging.WARNING)
     return matrices, rest
 
 
@@ -295,18 +279,14 @@ def _warn_of_fp16(parameters: Sequence[Tensor]) -> None:
     warn_of_fp16([getattr(p, NAME, "a parameter") for p in parameters], parameters)
 
 
-def _counted(parameters: Sequence[Tensor], what: str = "parameters") -> str:
-    return f"{len(parameters)} {what} with {sum(p.numel() for p in parameters)} entries"
-
-
 def _settings(config: OptimizerConfig, cls: Callable[..., Optimizer], **own: Any) -> dict[str, Any]:
     """Arguments of a class: its own fields, those it shares with others, and options."""
     known: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
-    shared = {"betas": config.betas, "eps": config.eps, "warmup_steps": config.schedule_free_warmup_steps}
-    for name, value in shared.items():
-        # beside an optimizer of matrices betas and eps are AdamW's
-        if value is not None and name in signature(cls).parameters and config.name not in BESIDE_ADAMW:
-            known[name] = value
+    if config.name in OPTIMIZERS and OPTIMIZERS[config.name].betas:  # the eps of others is another
+        shared = {"betas": config.betas, "eps": config.eps, "warmup_steps": config.schedule_free_warmup_steps}
+        for name, value in shared.items():
+            if value is not None and name in signature(cls).parameters:
+                known[name] = value
     known |= {name: value for name, value in own.items() if value is not None}
     return dict(**known, **config.options)  # a TypeError for an option that a field says
 

@@ -1,12 +1,12 @@
 """What parameters are: matrices, factors, embeddings, output layers, the rest."""
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from inspect import signature
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from megatron_eopt.matrices import (
     ATTRIBUTE,
@@ -15,6 +15,7 @@ from megatron_eopt.matrices import (
     concatenated,
     declared_split,
     experts,
+    flattened,
     interleaved_gate_up,
     transposed,
 )
@@ -38,17 +39,19 @@ OUTPUT_LAYERS = {
 
 OUTPUT_GETTERS = ("get_output_embeddings", "get_classifier")  # by which models of transformers and timm say it
 
+VECTORS = "vectors and scalars"
 MARK = "is_embedding_or_output_parameter"  # attribute of a parameter, True or False; Megatron sets it, too
+MARKED_AS = "marked_as"  # attribute of what is marked here
 NO_LINEAR_MAP = "is_no_linear_map"  # attribute of a parameter of two or more dimensions that multiplies no vectors
 LOGARITHMS = "A_log"  # name of Mamba's parameter (channels x states): logarithms of decay rates
 MAX_ASPECT_RATIO = 10  # of the matrices that Muon is given
-EXTREME = f"of aspect ratio above {MAX_ASPECT_RATIO}"
+FEW_CHANNELS = 4  # of an image or its like: what reads or makes it is no hidden layer
 FUSED = {"qkv", "qkv_proj", "query_key_value", "Wqkv", "wqkv", "gate_up_proj", "in_proj_qkvz", "in_proj_ba"}
 """Names of layers that Hugging Face's and others' models fuse several projections in."""
 
 Group = dict[str, Any]
 Rule = Callable[[Tensor], str | None]
-"""Why a parameter is AdamW's; None for those of an optimizer of matrices."""
+"""What a parameter is that is AdamW's; None for those of an optimizer of matrices."""
 
 
 def decays(name: str, parameter: Tensor) -> bool:
@@ -56,19 +59,32 @@ def decays(name: str, parameter: Tensor) -> bool:
     return parameter.ndim > 1 and "bias" not in name
 
 
-def mark_embeddings_and_outputs(model: nn.Module) -> None:
-    """Set :data:`MARK` on unmarked weights of embeddings and output layers."""
+def mark_other_than_hidden(model: nn.Module) -> None:
+    """Set :data:`MARK` on weights of embeddings, output layers, first convolutions.
+
+    Of convolutions also those from or to few channels, such as an image's.
+    """
+    first = True
     for name, module in model.named_modules():
         *path, last = name.split(".")
-        found = _said_outputs(module)
+        outputs = _said_outputs(module)
         if last in OUTPUT_LAYERS and not any(part.isdigit() for part in path):
-            found.append(module)
-        weights = [weight for layer in found for weight in _output_weights(layer)]
+            outputs.append(module)
+        for layer in outputs:
+            _mark(_output_weights(layer), "output layers")
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            weights += module.parameters()  # several where it is parametrized
-        for weight in weights:
-            if not hasattr(weight, MARK):
-                setattr(weight, MARK, True)
+            _mark(module.parameters(), "embeddings")  # several where it is parametrized
+        if isinstance(module, _ConvNd) and module.groups == 1:
+            if first or min(module.in_channels, module.out_channels) <= FEW_CHANNELS:
+                _mark(module.parameters(), "first or last convolutions")
+            first = False
+
+
+def _mark(weights: Iterable[Tensor], kind: str) -> None:
+    for weight in weights:
+        if weight.ndim > 1 and not hasattr(weight, MARK):
+            setattr(weight, MARK, True)
+            setattr(weight, MARKED_AS, kind)
 
 
 def _said_outputs(module: nn.Module) -> list[nn.Module]:
@@ -100,56 +116,40 @@ def mark_no_linear_maps(model: nn.Module) -> None:
                 setattr(parameter, NO_LINEAR_MAP, True)
 
 
-def declare_attention(model: nn.Module) -> list[str]:
-    """Declare q, k and v in the fused weights of torch's attention."""
-    found = []
-    for path, module in model.named_modules():
-        weight = getattr(module, "in_proj_weight", None) if isinstance(module, nn.MultiheadAttention) else None
-        if weight is not None and declared_split(weight) is None:
-            setattr(weight, ATTRIBUTE, concatenated(**dict.fromkeys("qkv")))
-            found.append(path)
-    return found
+def declare_layers(model: nn.Module) -> None:
+    """Declare the matrices of convolutions, torch's attention, Hugging Face's Conv1D and experts.
 
-
-def declare_conv1d(model: nn.Module) -> list[str]:
-    """Declare the weights (in, out) of Hugging Face's Conv1D."""
-    found = []
-    for path, module in model.named_modules():
-        is_conv1d = any(cls.__name__ == "Conv1D" for cls in type(module).__mro__)
-        if not is_conv1d or module.weight.shape[1:] != (getattr(module, "nf", None),):
-            continue
-        weight = module.weight
-        if declared_split(weight) is not None:
-            continue
-        split = WHOLE
-        # GPT-2 fuses q, k and v in c_attn, and of cross attention k and v
-        fused = {3: "qkv", 2: "kv"}.get(weight.size(1) / weight.size(0))
-        if fused is not None and "c_attn" in path.split("."):
-            split = concatenated(**dict.fromkeys(fused))
-        setattr(weight, ATTRIBUTE, transposed(split))
-        found.append(path)
-    return found
-
-
-def declare_experts(model: nn.Module) -> list[str]:
-    """Declare the experts in parameters of three dimensions, as Hugging Face has them.
-
-    They are ``gate_up_proj``, or ``gate_proj`` and ``up_proj``, and ``down_proj`` of one module. Returns what each was
-    declared as.
+    What is declared already stays.
     """
-    found = []
-    for module in model.modules():
-        for name, split in _experts(module).items():
-            stack = module.get_parameter(name)
-            if declared_split(stack) is not None:
-                continue
-            setattr(stack, ATTRIBUTE, split)
-            parts = " and ".join(part.name for part in split.parts)
-            if parts:
-                parts += " by turns, " if split.order == "interleaved" else " one behind the other, "
-            sides = "(in, out)" if split.transposed else "(out, in)"
-            found.append(f"{name} of {split.stacked} experts, {parts}{sides}")
-    return found
+    for path, module in model.named_modules():
+        for name, split in _splits(path, module).items():
+            weight = getattr(module, name)
+            if isinstance(weight, nn.Parameter) and declared_split(weight) is None:
+                setattr(weight, ATTRIBUTE, split)
+
+
+def _splits(path: str, module: nn.Module) -> dict[str, Split]:
+    """The matrices in a module's own parameters, by name."""
+    if isinstance(module, _ConvTransposeNd):
+        return {"weight": transposed(flattened())}
+    if isinstance(module, _ConvNd):
+        return {"weight": flattened()}
+    if isinstance(module, nn.MultiheadAttention):
+        return {"in_proj_weight": concatenated(**dict.fromkeys("qkv"))}
+    if any(cls.__name__ == "Conv1D" for cls in type(module).__mro__):
+        return _conv1d(path, module)
+    return _experts(module)
+
+
+def _conv1d(path: str, module: nn.Module) -> dict[str, Split]:
+    """The weight (in, out) of Hugging Face's Conv1D."""
+    shape = tuple(module.get_parameter("weight").shape)
+    if shape[1:] != (getattr(module, "nf", None),):
+        return {}
+    # GPT-2 fuses q, k and v in c_attn, and of cross attention k and v
+    fused = {3.0: "qkv", 2.0: "kv"}.get(shape[1] / shape[0])
+    split = WHOLE if fused is None or "c_attn" not in path.split(".") else concatenated(**dict.fromkeys(fused))
+    return {"weight": transposed(split)}
 
 
 def _experts(module: nn.Module) -> dict[str, Split]:
@@ -174,44 +174,50 @@ def _experts(module: nn.Module) -> dict[str, Split]:
 
 
 def for_matrices(parameter: Tensor) -> str | None:
-    """Rule of most optimizers: two dimensions, or declared matrices."""
-    return for_soap(parameter) or _other_than_hidden(parameter)
-
-
-def for_soap(parameter: Tensor) -> str | None:
-    """Rule of SOAP: all but what has more than two dimensions."""
-    return "of more than two dimensions" if parameter.ndim > 2 and declared_split(parameter) is None else None
+    """Rule of most optimizers: hidden matrices, also those that are declared in more dimensions."""
+    if parameter.ndim < 2:
+        return VECTORS
+    if parameter.ndim > 2 and parameter.numel() == max(parameter.shape):
+        return "one row or column"
+    if getattr(parameter, NO_LINEAR_MAP, False):
+        return "no linear maps"
+    if getattr(parameter, MARK, False):
+        return str(getattr(parameter, MARKED_AS, "marked as embeddings or output layers"))
+    if not decays(getattr(parameter, NAME, ""), parameter):
+        return "biases"
+    if parameter.ndim > 2 and declared_split(parameter) is None:
+        return "more than two dimensions"
+    return None
 
 
 def for_muon(parameter: Tensor) -> str | None:
-    """Rule of Muon: also flattened parameters, no extreme aspect ratio."""
-    return for_muon_of_all(parameter) or _other_than_hidden(parameter)
+    """Rule of Muon: also no extreme aspect ratio."""
+    return for_matrices(parameter) or for_muon_of_all(parameter)
 
 
 def for_muon_of_all(parameter: Tensor) -> str | None:
     """KempnerForge's rule of Muon: by shape alone, also embeddings."""
     if parameter.ndim < 2:
-        return "of fewer than two dimensions"
-    if declared_split(parameter) not in (None, transposed()):
+        return VECTORS
+    split = declared_split(parameter)
+    if split is not None and (split.parts or split.stacked):
         return None
     short, long = sorted((parameter.shape[0], parameter.shape[1:].numel()))
     if short == 0 or long > MAX_ASPECT_RATIO * short:
-        return EXTREME
+        return f"matrices more than {MAX_ASPECT_RATIO} times as long as wide"
     return None
 
 
-def _other_than_hidden(parameter: Tensor) -> str | None:
-    if parameter.ndim < 2:
-        return "of fewer than two dimensions"
-    if parameter.ndim > 2 and parameter.numel() == max(parameter.shape):
-        return "of one row or column"
-    if getattr(parameter, NO_LINEAR_MAP, False):
-        return "no linear maps"
-    if getattr(parameter, MARK, False):
-        return "embeddings or output layers"
-    if not decays(getattr(parameter, NAME, ""), parameter):
-        return "biases"
-    return None
+def kind_of_matrix(parameter: Tensor) -> str:
+    """What a parameter of an optimizer of matrices is."""
+    split = declared_split(parameter) or WHOLE
+    said = ["experts" if split.stacked else "convolutions" if parameter.ndim > 2 else "hidden matrices"]
+    if split.parts:
+        order = "by turns" if split.order == "interleaved" else "one behind the other"
+        said.append(f"{', '.join(part.name for part in split.parts)} {order}")
+    if split.transposed:
+        said.append("(in, out)")
+    return ", ".join(said)
 
 
 def divided(groups: Sequence[Group], why_adamw: Rule) -> tuple[list[Group], list[Group]]:
@@ -234,7 +240,7 @@ def fused_by_name(groups: Sequence[Group]) -> list[str]:
     for group in groups:
         for p in group["params"]:
             name = getattr(p, NAME, "")
-            if declared_split(p) is None and not FUSED.isdisjoint(name.split(".")[-2:]):
+            if declared_split(p) in (None, flattened()) and not FUSED.isdisjoint(name.split(".")[-2:]):
                 found.append(name)
     return found
 
@@ -245,8 +251,6 @@ def adapters(groups: Sequence[Group]) -> list[str]:
     for group in groups:
         for p in group["params"]:
             name = getattr(p, NAME, "")
-            if p.ndim < 2:  # SOAP's
-                continue
             short, *_, long = sorted(p.shape)
             if "lora_" in name and short <= min(64, long // 4):
                 found.append(name)

@@ -235,14 +235,17 @@ def checked_split(name: str, values: Mapping[str, Any], lengths: Sequence[int]) 
 
 
 def check_matrix(name: str, parameter: Tensor, called: str) -> None:
-    """Refuse what is neither a matrix nor a declared stack."""
+    """Refuse what is neither a matrix nor declared as matrices."""
     split = declared_split(parameter)
     shape = tuple(parameter.shape)
+    if split is not None and split.flattened and len(shape) > 1:
+        return
     stacked = None if split is None else split.stacked
     if len(shape) != (2 if stacked is None else 3):
         raise ValueError(
             f"{name} {called} has shape {shape}: give it to another optimizer (AdamW, say)"
             + (f", or declare a stack of {shape[0]} matrices" if len(shape) == 3 else "")
+            + (f", or declare it as flattened, to {shape[0]} rows" if len(shape) > 2 else "")
         )
     if stacked not in (None, shape[0]):
         raise ValueError(f"a parameter of shape {shape} is declared as a stack of {stacked} matrices")

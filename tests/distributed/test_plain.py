@@ -55,6 +55,7 @@ OWN = {
     "polargrad": {"lr": 1e-1, "muon_adam_lr": 1e-2, "options": EXACT},
     "muon_hyperball": {"lr": 2e-2, "options": EXACT},
 }
+CONVOLUTIONS = ("muon", "soap", "dion2")
 SETTINGS = {name: OWN.get(name, {"lr": 2e-2, "options": EXACT}) for name in NAMES}
 
 
@@ -169,19 +170,20 @@ def on_two(rank, ranks, folder):
         resumed = train(model, optimizer, range(SAVED_BY_FOUR, SAVED_BY_TWO))
         dcp.save(state_of(model, optimizer), checkpoint_id=folder / f"{name}-2")
         results[name] = losses, resumed
-    results["convolutions"] = [train_convolutions(mesh), train_convolutions(None)]
+    for name in CONVOLUTIONS:
+        results[f"{name} of convolutions"] = [train_convolutions(name, mesh), train_convolutions(name, None)]
     results["experts"] = [train_experts(mesh), train_experts(None)]
     results["refused"] = refusal(mesh)
     return results
 
 
-def train_convolutions(mesh):
-    """A convolution that two ranks cannot halve, and a layer behind it, on the same images everywhere."""
+def train_convolutions(name, mesh):
+    """A convolution that two ranks cannot halve, between two layers, on the same images everywhere."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 7, 3), nn.ReLU(), nn.Flatten(), nn.Linear(28, 9))
+    model = nn.Sequential(nn.Conv2d(3, 5, 3), nn.ReLU(), nn.Conv2d(5, 7, 2), nn.ReLU(), nn.Flatten(), nn.Linear(7, 9))
     if mesh is not None:
         fully_shard(model, mesh=mesh)
-    optimizer = build_optimizer(model, OptimizerConfig(name="muon", lr=0.02, options=EXACT))
+    optimizer = optimizer_of(model, name)
     images = torch.randn(8, 3, 4, 4)
     losses = []
     for _ in range(STEPS):
@@ -263,9 +265,10 @@ def test_a_checkpoint_goes_from_four_ranks_to_two_to_one(runs, name):
 
 def test_convolutions_are_matrices_of_rows_times_the_rest(runs):
     *_, two = runs
-    sharded_losses, losses = two["convolutions"]
-    assert sharded_losses == pytest.approx(losses, rel=1e-5)
-    assert losses[-1] < losses[0]
+    for name in CONVOLUTIONS:
+        sharded_losses, losses = two[f"{name} of convolutions"]
+        assert sharded_losses == pytest.approx(losses, rel=1e-5)
+        assert losses[-1] < losses[0]
     assert "a rank holds several separate parts of the matrix (4, 36)" in two["refused"][0]
 
 

@@ -42,7 +42,7 @@ VARIANTS = {
     "lion with l2": ("lion", {"weight_decay_method": "l2"}),
 }
 ELEMENTWISE = tuple(name for name, row in OPTIMIZERS.items() if row.owns == "all")
-FOR_VECTORS = tuple(name for name, row in OPTIMIZERS.items() if row.vectors)
+FOR_VECTORS = (*ELEMENTWISE, "soap")
 WITHOUT_STATE = {"sinkgd"}
 WITH_STATE = [name for name in OPTIMIZERS if name not in WITHOUT_STATE]
 every = pytest.mark.parametrize("name", OPTIMIZERS)

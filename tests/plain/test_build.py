@@ -23,7 +23,7 @@ from tests.optimizers.family import decays
 
 OPTIONS = {"spectron": {"rank": 4}, "scion": {"radius": 1.0}}
 NAMES = ["adamw", *(row.name for row in OPTIMIZERS.values())]
-MATRIX_OPTIMIZERS = [row.name for row in OPTIMIZERS.values() if not row.vectors]
+MATRIX_OPTIMIZERS = [row.name for row in OPTIMIZERS.values() if row.owns == "matrices"]
 
 
 class Model(nn.Module):
@@ -74,9 +74,10 @@ def test_decay_is_for_matrices_without_bias_in_their_name_and_frozen_ones_are_le
     assert names_of(model, decayed) == ["embedding.weight", "layers.0.output.weight", "lm_head.weight"]
     assert names_of(model, others) == ["position_bias", "norm.weight", "norm.bias", "layers.0.output.bias"]
     assert (decayed["weight_decay"], others["weight_decay"]) == (0.3, 0)
-    assert caplog.messages == [
-        "adamw: weight decay 0.3 of 3 parameters with 240 entries, none of 4 parameters with 112 entries; 2 parameters "
-        "are frozen"
+    assert [line.split() for line in caplog.text.splitlines()[-3:]] == [
+        ["matrices", "3", "240", "AdamW", "0.01", "0.3", "embedding.weight"],
+        ["vectors", "and", "scalars,", "biases", "4", "112", "AdamW", "0.01", "0", "position_bias"],
+        ["2", "parameters", "frozen"],
     ]
 
 
@@ -86,14 +87,13 @@ def test_a_model_of_vectors_alone_is_adamws_and_that_is_warned_of(name, caplog):
     assert type(optimizer) is torch.optim.AdamW
     (group,) = optimizer.param_groups
     assert (group["lr"], group["betas"], group["weight_decay"]) == (3e-3, (0.7, 0.8), 0.0)
-    assert "AdamW beside it, at lr 0.003: 2 parameters with 8 entries" in caplog.text
+    assert f"{name} is for hidden matrices, and the model has none" in caplog.text
 
 
 @pytest.mark.parametrize("name", MATRIX_OPTIMIZERS)
-def test_embeddings_and_output_layers_are_adamws(name, caplog):
+def test_embeddings_and_output_layers_are_adamws(name):
     model = Model()
-    with caplog.at_level(logging.INFO):
-        optimizer = build(model, name, muon_adam_lr=1e-3)
+    optimizer = build(model, name, muon_adam_lr=1e-3)
     matrices, embeddings, rest = optimizer.param_groups
     # a layer called output within a numbered one is none
     assert names_of(model, matrices) == ["layers.0.output.weight", "layers.1.output.weight"]
@@ -102,10 +102,16 @@ def test_embeddings_and_output_layers_are_adamws(name, caplog):
     assert [group["lr"] for group in (matrices, embeddings, rest)] == [1e-2, 1e-3, 1e-3]
     keeps_norm = not decays(name)
     assert [group["weight_decay"] for group in (matrices, embeddings, rest)] == [0.0 if keeps_norm else 0.1, 0.1, 0.0]
-    assert (
-        f"{name}: 2 matrices with 128 entries, at lr 0.01; AdamW beside it, at lr 0.001: 7 parameters with 296 entries "
-        f"(2 embeddings or output layers, 1 biases, 4 of fewer than two dimensions)"
-    ) in caplog.messages
+    lines = [re.split("  +", line) for line in optimizer.explain().splitlines()[2:]]
+    cls = "Muon" if name == "muon" else OPTIMIZERS[name].cls.__name__
+    assert [line[:4] for line in lines] == [
+        ["hidden matrices", "2", "128", cls],
+        ["embeddings", "1", "88", "AdamW"],
+        ["output layers", "1", "88", "AdamW"],
+        ["biases", "1", "88", "AdamW"],
+        ["vectors and scalars", "4", "32", "AdamW"],
+    ]
+    assert [line[4] for line in lines] == ["0.01", *["0.001"] * 4]
 
 
 def test_muon_is_given_what_the_original_gives_it_for_those_who_ask():
@@ -132,7 +138,7 @@ def test_what_is_far_longer_than_wide_is_adamws_unless_it_is_declared_to_be_seve
     model["fused"].logical_matrices = concatenated(gate=22, up=22)
     optimizer = build(model, "muon")
     assert names_of(model, optimizer.param_groups[0]) == ["10x100", "fused"]
-    scion = build(nn.Sequential(nn.Linear(3, 40), nn.Conv2d(3, 4, 3)), "scion")
+    scion = build(nn.Sequential(nn.Linear(3, 40)), "scion")
     assert [tuple(p.shape) for p in scion.param_groups[0]["params"]] == [(40, 3)]
 
 
@@ -239,9 +245,8 @@ def test_what_multiplies_no_vectors_is_adamws():
     model.mixer = nn.Module()
     model.mixer.A_log = nn.Parameter(torch.zeros(8, 8))
     model.mixer.conv1d = nn.Conv1d(8, 8, 4, groups=8)
-    model.convolution = nn.Conv1d(8, 8, 4)
     taken = names_of(model, build(model, "muon").param_groups[0])
-    assert taken == ["layers.0.output.weight", "layers.1.output.weight", "convolution.weight"]
+    assert taken == ["layers.0.output.weight", "layers.1.output.weight"]
 
 
 def test_what_is_fused_by_its_name_is_warned_of_unless_it_is_declared(caplog):
@@ -254,16 +259,47 @@ def test_what_is_fused_by_its_name_is_warned_of_unless_it_is_declared(caplog):
     assert not warnings_of(caplog)
 
 
-def test_soap_leaves_filters_to_adamw():
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4, 4))
-    optimizer = build(model, "soap")
-    assert names_of(model, optimizer.adamw.param_groups[0]) == ["0.weight"]
-    before = copy.deepcopy(model)
-    for _ in range(2):  # the first step makes bases alone
+class Pictures(nn.Module):
+    """Convolutions from pictures to pictures."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Conv2d(6, 8, 3, padding=1)
+        self.hidden = nn.Conv2d(8, 8, 3, padding=1)
+        self.grouped = nn.Conv2d(8, 8, 3, padding=1, groups=8)
+        self.up = nn.ConvTranspose2d(8, 8, 2, 2)
+        self.to_pixels = nn.Conv2d(8, 3, 1)
+        self.positions = nn.Parameter(torch.zeros(1, 8, 4, 4))
+
+    def forward(self, x):
+        x = self.stem(x).relu() + self.positions
+        return self.to_pixels(self.up(self.grouped(self.hidden(x).relu()) + x))
+
+
+@pytest.mark.parametrize("name", MATRIX_OPTIMIZERS)
+def test_convolutions_between_the_ends_are_matrices(name):
+    model = Pictures()
+    optimizer = build(model, name)
+    assert names_of(model, optimizer.param_groups[0]) == ["hidden.weight", "up.weight"]
+    shapes = [[each.shape for each in found] for found in optimizer.matrices.described_matrices(False).values()]
+    assert shapes == [[(8, 72)], [(32, 8)]]  # outputs x inputs
+    assert "first or last convolutions        2" in optimizer.explain()
+    x = torch.randn(2, 6, 4, 4)
+    losses = []
+    for _ in range(8):
         optimizer.zero_grad()
-        model(torch.randn(2, 3, 3, 3)).square().mean().backward()
+        loss = (model(x) - 1).square().mean()
+        loss.backward()
         optimizer.step()
-    assert all(not torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True))
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+
+
+def test_a_mark_gives_a_first_convolution_to_muon():
+    model = Pictures()
+    model.stem.weight.is_embedding_or_output_parameter = False
+    assert "stem.weight" in names_of(model, build(model, "muon").param_groups[0])
 
 
 def test_parameters_that_were_on_the_meta_device_are_refused_in_the_step():
@@ -347,7 +383,7 @@ def test_fused_is_torchs_where_it_has_one():
 def test_a_state_loads_into_weights_of_another_memory_format(name):
     """torch's fused AdamW takes its state to lie as its parameters."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(4, 6, 3), nn.Conv2d(6, 6, 3, groups=3))
+    model = nn.Sequential(nn.Conv2d(4, 6, 3), nn.Conv2d(6, 6, 3), nn.Conv2d(6, 6, 2, groups=3))
     turned = copy.deepcopy(model).to(memory_format=torch.channels_last)
     optimizer, other = (build(each, name, fused=True) for each in (model, turned))
     x = torch.randn(2, 4, 6, 6)
@@ -390,10 +426,10 @@ def test_fused_adam_of_a_package_is_built_where_it_is_installed(monkeypatch, pac
         build(Model(), "muon", fused=package)
 
 
-def test_eps_is_that_of_adamw_beside_matrices():
-    for name in ("adaptive_muon", "muon_hyperball"):
+def test_eps_is_that_of_adamw_beside_matrices_and_of_soap():
+    for name, own in (("adaptive_muon", 1e-8), ("muon_hyperball", 1e-8), ("soap", 1e-3)):
         built = build(Model(), name, eps=1e-3)
-        assert (built.matrices.param_groups[0]["eps"], built.adamw.param_groups[0]["eps"]) == (1e-8, 1e-3)
+        assert (built.matrices.param_groups[0]["eps"], built.adamw.param_groups[0]["eps"]) == (own, 1e-3)
 
 
 def test_options_cannot_say_what_fields_say():
@@ -463,7 +499,6 @@ def test_a_builder_of_ones_own_returns_an_optimizer_of_all_parameters(monkeypatc
     ("name", "fields", "without"),
     [
         ("scion", {"muon_momentum": 0.95, "muon_ns_steps": 5}, "muon_momentum=0.95, muon_ns_steps=5"),
-        ("soap", {"muon_adam_lr": 1e-3}, "muon_adam_lr=0.001"),
         ("lion", {"eps": 1e-8, "fused": True}, "eps=1e-08, fused=True"),
         ("signum", {"betas": (0.5, 0.6)}, "betas=(0.5, 0.6)"),
         ("muon", {"schedule_free_warmup_steps": 0}, "schedule_free_warmup_steps=0"),
@@ -484,7 +519,7 @@ EVERY_FIELD = {
     "adamw": OF_ADAMW,
     "muon": {**OF_ADAMW, "muon_momentum": 0.5, "muon_ns_steps": 3, "muon_adam_lr": 0.1, "muon_embeddings": True},
     "scion": {**OF_ADAMW, "muon_adam_lr": 0.1},
-    "soap": {"betas": (0.5, 0.6), "eps": 1e-6},
+    "soap": {**OF_ADAMW, "muon_adam_lr": 0.1},
     "lion": {"betas": (0.5, 0.6)},
     "schedule_free_adamw": {"betas": (0.5, 0.6), "eps": 1e-6, "schedule_free_warmup_steps": 3},
 }

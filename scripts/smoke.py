@@ -3,8 +3,9 @@
     python3.12 scripts/smoke.py dist/*
 
 Each gets an empty virtual environment, into which pip installs it with the dependencies that it declares and nothing
-else. Everything runs in a temporary folder outside of the repository. The Python that runs this makes the environments,
-and needs no package. An installation has some 6 GB, and takes minutes.
+else: first without Megatron, for a step of plain torch, then with it. Everything runs in a temporary folder outside of
+the repository. The Python that runs this makes the environments, and needs no package. An installation has some 6 GB,
+and takes minutes.
 """
 
 import os
@@ -27,6 +28,17 @@ folder = Path(megatron_eopt.__file__).parent
 assert folder.is_relative_to(sys.prefix), f"imported from {folder}, expected a folder of {sys.prefix}"
 assert (folder / "py.typed").is_file(), f"expected py.typed in {folder}"
 assert version("megatron-eopt") == megatron_eopt.__version__, "the metadata have another version than the package"
+"""
+
+WITHOUT_MEGATRON = """
+import importlib.util
+import torch
+from megatron_eopt import OptimizerConfig, build_optimizer
+assert importlib.util.find_spec("megatron") is None, "expected no Megatron beside plain torch"
+model = torch.nn.Linear(8, 8)
+optimizer = build_optimizer(model, OptimizerConfig(name="muon", lr=1e-3))
+model(torch.ones(2, 8)).sum().backward()
+optimizer.step()
 """
 
 
@@ -65,9 +77,12 @@ def smoke(distribution: Path, folder: Path) -> None:
     # where the page says that the clone is; the script of the examples is all that it takes from there
     (work / "megatron_eopt" / "examples").mkdir(parents=True)
     shutil.copy(ROOT / "examples" / "pretrain_gpt.py", work / "megatron_eopt" / "examples")
-    for arguments in (["install", "--quiet", str(distribution)], ["check"]):
-        run([str(python), "-m", "pip", "--disable-pip-version-check", *arguments], work, python)
-    run([str(python), "-c", IMPORTED], work, python)
+    pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
+    run([*pip, "install", "--quiet", str(distribution)], work, python)
+    for program in (IMPORTED, WITHOUT_MEGATRON):
+        run([str(python), "-c", program], work, python)
+    run([*pip, "install", "--quiet", f"{distribution}[megatron]"], work, python)
+    run([*pip, "check"], work, python)
     for line in ("--version", "doctor", "plan --help"):
         run([str(python.with_name("megatron-eopt")), *line.split()], work, python)
     for program in quick_start():

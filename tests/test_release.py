@@ -46,7 +46,7 @@ def wheel(sdist):
 
 
 @pytest.mark.wide
-def test_a_wheel_has_the_package_alone_and_an_sdist_what_tests_and_site_need(wheel, sdist):
+def test_a_wheel_has_the_package_and_an_sdist_also_its_pages(wheel, sdist):
     read = zipfile.ZipFile(wheel)
     package = [path for path in (ROOT / "megatron_eopt").rglob("*") if path.suffix in (".py", ".typed")]
     files = {name for name in read.namelist() if ".dist-info/" not in name}
@@ -59,9 +59,10 @@ def test_a_wheel_has_the_package_alone_and_an_sdist_what_tests_and_site_need(whe
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     copy = sdist.parent / "copy"
-    folders = ("megatron_eopt", "tests", "docs", "examples", "scripts")
-    paths = [path for folder in folders for path in (copy / folder).rglob("*")] + list(copy.iterdir())
+    folders = ("megatron_eopt", "docs", "examples")
+    paths = [path for folder in folders for path in (copy / folder).rglob("*")]
     assert {str(path.relative_to(copy)) for path in paths if path.is_file()} <= names
+    assert not [name for name in names if name.startswith(("tests/", "scripts/", ".github/"))]
     assert not [name for name in names if re.search(r"__pycache__|\.pyc$|^(build|dist|site|\.venv)/", name)]
 
 
@@ -106,7 +107,7 @@ def test_the_changelog_has_the_form_of_keep_a_changelog():
 
 
 def test_links_lead_somewhere_and_named_files_exist():
-    for name in ("CHANGELOG.md", ".github/CONTRIBUTING.md", ".github/PYPI.md", ".github/SECURITY.md"):
+    for name in ("CHANGELOG.md", ".github/CONTRIBUTING.md", "PYPI.md", ".github/SECURITY.md"):
         assert not list(broken_links(ROOT / name))
         assert not list(missing_files(ROOT / name))
 

@@ -13,6 +13,11 @@ from typing import NamedTuple
 
 from megatron_eopt.screen import wrapped
 
+NO_MEGATRON = (
+    "plain torch needs none; for its runs pip install 'megatron-eopt[megatron]', or name the folder of its sources in "
+    "PYTHONPATH"
+)
+
 
 class _Package(NamedTuple):
     modules: tuple[str, ...]
@@ -29,8 +34,7 @@ _PACKAGES = {
     ),
     "megatron-core": _Package(
         ("megatron.core", "megatron.core.optimizer"),
-        "pip install megatron-core; if it is installed, mend what the error names",
-        needed=True,
+        "mend what the error names, or pip install 'megatron-eopt[megatron]'",
     ),
     "triton": _Package(("triton",), "install the release torch asks for"),
 }
@@ -54,9 +58,12 @@ def run(options: argparse.Namespace, rest: Sequence[str] | None) -> int:
         if error is not None:
             if package.needed or not missing:
                 problems.append((f"{name} cannot be imported: {error!r}", package.advice))
+            elif name == "megatron-core":
+                print(wrapped(f"note: {NO_MEGATRON}", hanging="  "))
         elif name == "torch":
             print(f"{'GPU':<20}{_gpu()}")
         elif name == "megatron-core":
+            print(wrapped(f"of {sys.modules['megatron.core'].__path__[0]}", "  ", "  "))
             problems += _problems_of_megatron(version)
     for what, advice in problems:
         print(wrapped(f"problem: {what}", hanging="  "))

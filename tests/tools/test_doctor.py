@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 import warnings
-from importlib.metadata import version
+from importlib.metadata import distribution, version
 from pathlib import Path
 
 import pytest
@@ -56,6 +56,7 @@ def test_the_versions_of_this_machine_are_told(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(f"import megatron.core\nmegatron.core.__version__ = '{own}'\n")
     status, lines = doctor(tmp_path, without_emerging_optimizers(tmp_path / "hidden"))
     told = dict(line.split(maxsplit=1) for line in lines)
+    assert told["of"] == str(distribution("megatron-core").locate_file("megatron/core"))
     assert (status, lines[-1]) == (0, "Nothing to do.")
     assert (told["torch"], told["megatron-core"]) == (torch.__version__, own)
     assert told["GPU"].startswith("none")
@@ -93,13 +94,16 @@ def test_without_torch(monkeypatch, capsys):
 
 
 def test_without_megatron(tmp_path):
+    """Plain torch needs none; a run says how to get one."""
     # a module where the namespace package would be: there is no megatron.core in it
     (tmp_path / "megatron.py").write_text("")
     status, lines = doctor(tmp_path)
-    assert (status, "megatron-core       not installed" in lines) == (1, True)
-    what, do = problems(lines)
-    assert "megatron-core cannot be imported" in what
-    assert "pip install megatron-core" in do
+    assert (status, lines[-1], "megatron-core       not installed" in lines) == (0, "Nothing to do.", True)
+    assert "megatron-eopt[megatron]" in " ".join(lines)
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    command = [sys.executable, "-m", "megatron_eopt.run", __file__, "--optimizer", "muon"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert "pip install 'megatron-eopt[megatron]'" in done.stderr
 
 
 def test_a_megatron_that_is_too_old(tmp_path):

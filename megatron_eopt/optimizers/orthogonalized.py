@@ -11,7 +11,7 @@ from torch.optim.optimizer import ParamsT
 from megatron_eopt.kernels.precision import MatmulPrecision
 from megatron_eopt.matrices import declared_split, experts
 from megatron_eopt.parallel.layout import local_rows, on_one_rank
-from megatron_eopt.settings.groups import DECOUPLED, OTHER_NAMES
+from megatron_eopt.settings.groups import DECOUPLED
 from megatron_eopt.settings.records import EXECUTION, DecayMethod, Setting, names_of
 from megatron_eopt.settings.values import BELOW_1
 from megatron_eopt.step.base import BaseOptimizer
@@ -20,8 +20,6 @@ from megatron_eopt.step.momentum_optimizer import OF_PARAMETERS, MomentumOptimiz
 from megatron_eopt.step.parameters import check_matrix, names_of_last
 from megatron_eopt.step.stacks import Rule
 from megatron_eopt.step.users_functions import OF_USERS, checked
-
-MUONS = ("execution", "tp_mode", *names_of(EXECUTION))  # settings that only Muon and its relatives have
 
 
 def check_given(optimizer: BaseOptimizer, given: Mapping[str, Any]) -> None:
@@ -117,7 +115,8 @@ class OrthogonalizedOptimizer(MomentumOptimizer):
         weight_decay_method: DecayMethod | None = None,
         **kwargs: Any,
     ) -> None:
-        for name in kwargs.keys() & {*OF_USERS, *OTHER_NAMES, *MUONS}:
+        # methods, and settings of Muon and its relatives alone, which are no keys of groups
+        for name in kwargs.keys() & {"execution", "tp_mode", *names_of(EXECUTION), *OF_USERS}:
             raise TypeError(f"{type(self).__name__}() has no {name}: see its signature for what it is called here")
         self.users_settings = frozenset(kwargs)
         super().__init__(params, locals(), kwargs)
@@ -130,7 +129,7 @@ class OrthogonalizedOptimizer(MomentumOptimizer):
                 vars(self)[key] = function
             users = self._overridden(key, "scaled_orthogonalize_fn")
             if not users and getattr(type(self), key) is getattr(OrthogonalizedOptimizer, key):
-                warnings.warn(f"{type(self).__name__} has no {key}: updates are not {done}", stacklevel=4)
+                warnings.warn(f"{type(self).__name__} has no {key}: updates are not {done}", stacklevel=5)
 
     @property
     def use_nesterov(self) -> bool:

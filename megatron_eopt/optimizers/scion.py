@@ -7,7 +7,6 @@ from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon, Transport
 from megatron_eopt.orthogonalize.scale import muon_scale_factor
-from megatron_eopt.settings.groups import also_called
 from megatron_eopt.settings.records import Setting
 from megatron_eopt.settings.values import ABOVE_0, Scalar, is_readable
 from megatron_eopt.step.base import BaseOptimizer
@@ -58,7 +57,6 @@ class Scion(TensorParallelMuon):
     instead_of_decay = "constrained=True bounds matrices by their radius"
     constrained: bool
 
-    @also_called(spectral_radius="radius")
     def __init__(
         self,
         params: ParamsT,

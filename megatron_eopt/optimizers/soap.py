@@ -11,7 +11,6 @@ from megatron_eopt.factors.factored import Decay, FactoredOptimizer, WeightNorm,
 from megatron_eopt.factors.soap_math import Preconditioned, SortBases, update_of
 from megatron_eopt.kernels.precision import MatmulPrecision, fp32_products
 from megatron_eopt.orthogonalize.scale import ScaleMode
-from megatron_eopt.settings.groups import also_called
 from megatron_eopt.settings.records import ADAM, GROUP_PRECISION, Setting
 from megatron_eopt.settings.values import Scalar, count
 from megatron_eopt.step.parameters import Matrices
@@ -138,7 +137,6 @@ class SOAP(FactoredOptimizer):
         Setting("max_dim", "The longest side that has a factor and a basis.", count(0), planned=True),
     )
 
-    @also_called(use_eigh=("basis_method", {False: "qr", True: "eigh"}), max_precond_dim="max_dim")
     def __init__(
         self,
         params: ParamsT,

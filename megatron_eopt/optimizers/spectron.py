@@ -23,7 +23,7 @@ from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import Layout, on_one_rank
 from megatron_eopt.parallel.plan_records import Matrix, TpMode
 from megatron_eopt.parallel.rectangles import Rectangle, whole
-from megatron_eopt.settings.groups import also_called, iteration_of, note_short_schedule, warn
+from megatron_eopt.settings.groups import iteration_of, note_short_schedule, warn
 from megatron_eopt.settings.records import Setting
 from megatron_eopt.settings.values import BELOW_1, Scalar, count
 from megatron_eopt.step import foreach, stacked
@@ -257,7 +257,6 @@ class Spectron(StackedOptimizer):
     _factors: FactorPlan  # made by prepare()
     _errors: Mapping[str, float] = {}
 
-    @also_called(num_power_iter="num_power_iterations")
     def __init__(
         self,
         params: ParamsT,

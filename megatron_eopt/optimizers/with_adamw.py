@@ -12,9 +12,9 @@ from torch.optim import AdamW
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from megatron_eopt.optimizers.heavy_ball_muon import HeavyBallMuon
-from megatron_eopt.settings.execution import check_arguments
-from megatron_eopt.settings.groups import plain, warn
-from megatron_eopt.settings.of_class import check_values, misspelt, settings_of
+from megatron_eopt.settings.groups import plain, warn, warn_of_idle
+from megatron_eopt.settings.of_class import check_values, settings_of
+from megatron_eopt.settings.other_names import check_arguments
 from megatron_eopt.settings.records import ADAM, RECORDS, Setting
 from megatron_eopt.settings.values import AT_LEAST_0
 from megatron_eopt.step.base import BaseOptimizer
@@ -463,8 +463,7 @@ def _adamw_of(called: str, params: list[Any], settings: Mapping[str, Any]) -> Ad
     defaults = {key: argument.default for key, argument in inspect.signature(AdamW).parameters.items()}
     groups = params if params and isinstance(params[0], dict) else [{}]
     for group in groups:
-        for key, meant in misspelt(group, defaults).items():
-            warn(f"{called}: {key!r} is no setting, so it has no effect, did you mean {meant!r}?")
+        warn_of_idle(called, group, defaults)
         check_values(called, OF_ADAMW, {**defaults, **settings, **group})
     if not params:
         return None

@@ -4,6 +4,7 @@ import difflib
 from collections.abc import Iterable
 
 LIKE = 0.7  # how like a name its misspelling is, by difflib; max_lr is not that like min_lr
+MISSPELT = 0.85  # the same where other names are likely, too; max_momentum is not that like momentum
 
 
 def check_choice(what: str, value: object, choices: Iterable[str]) -> None:
@@ -23,14 +24,6 @@ def check_count(
     if not isinstance(value, int) or isinstance(value, bool) or value < least or (most is not None and value > most):
         bounds = f"at least {least}" if most is None else f"at least {least} and at most {most}"
         raise ValueError(f"{what} must be a whole number of {bounds}, got {value!r}")
-
-
-def check_named(called: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raise ``TypeError`` for an unknown argument, naming the nearest."""
-    names = list(known)
-    for name in given:
-        if name not in names:
-            raise TypeError(f"{called}() got an unexpected keyword argument {name!r}{near_or_all(name, names)}")
 
 
 def close(name: str, known: Iterable[str], likeness: float = LIKE) -> list[str]:

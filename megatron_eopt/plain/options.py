@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal
 
+from megatron_eopt.settings.other_names import check_arguments
+
 Package = Literal["transformer_engine", "apex"]
 
 
@@ -91,4 +93,5 @@ def config_of(config: Any, name: str) -> OptimizerConfig:
     given = given_fields(config, name)
     if given["name"] != name:
         given = {field: given[field] for field in FIELDS if field in given}
+    check_arguments(OptimizerConfig.__name__, given, FIELDS)
     return OptimizerConfig(**{**given, "name": name})

@@ -11,11 +11,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from megatron_eopt.orthogonalize.choices import LIKE, did_you_mean
+from megatron_eopt.orthogonalize.choices import LIKE, MISSPELT, did_you_mean
 from megatron_eopt.routing.entries import Entry, Layer
 from megatron_eopt.routing.selectors import Kind, OverrideError, ParameterInfo, Selector
 from megatron_eopt.routing.settings import ENDS, OF_ALL, REPLACED, check_setting, settings_of
-from megatron_eopt.settings.of_class import MISSPELT
 from megatron_eopt.step.nonfinite import listed
 
 

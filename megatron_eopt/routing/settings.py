@@ -11,8 +11,9 @@ from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.family import SplitName
 from megatron_eopt.from_config import constructor_arguments
-from megatron_eopt.orthogonalize.choices import did_you_mean, near_or_all
+from megatron_eopt.orthogonalize.choices import near_or_all
 from megatron_eopt.registry import get_optimizer_entry, list_optimizers
+from megatron_eopt.settings.other_names import meant
 from megatron_eopt.settings.records import DecayMethod
 
 RATES = ("lr", "min_lr", "lr_mult", "weight_decay", "start_wd", "end_wd", "wd_mult")
@@ -82,7 +83,7 @@ def check_setting(key: str, raw: Any, optimizer: str | None) -> Any:
     known |= OF_ALL
     if key not in known:
         what = "unknown setting" if optimizer is None else f"{optimizer} has no such setting of a parameter"
-        raise ValueError(f"{what}{did_you_mean(key, known) or ': docs/overrides.md lists them'}")
+        raise ValueError(f"{what}{meant(key, known) or ': docs/overrides.md lists them'}")
     if key == "split" and isinstance(raw, bool):
         raw = "default" if raw else "none"
     value = _converted(raw, known[key])

@@ -1,13 +1,12 @@
 """Where and how Muon and its relatives compute a step."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
 
-from megatron_eopt.orthogonalize.choices import check_named
 from megatron_eopt.settings.of_class import settings_of
 from megatron_eopt.settings.records import EXECUTION
 
@@ -59,18 +58,6 @@ class Execution:
 
     def __deepcopy__(self, memo: object) -> "Execution":
         return self  # process groups cannot be copied
-
-
-def check_arguments(called: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raise ``TypeError`` for an unknown argument, naming the nearest, or the field of :class:`Execution`."""
-    names = list(known)
-    for setting in EXECUTION:
-        if setting.name in given and setting.name not in names and "execution" in names:
-            raise TypeError(
-                f"{called}() got an unexpected keyword argument {setting.name!r}: it is a field of Execution, pass "
-                f"execution=Execution({setting.name}=...)"
-            )
-    check_named(called, given, names)
 
 
 def gathered(cls: type, settings: Mapping[str, Any]) -> dict[str, Any]:

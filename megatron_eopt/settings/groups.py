@@ -1,52 +1,32 @@
 """What groups of parameters say: names, values, and errors that name the group."""
 
 import contextlib
-import functools
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast, get_args
 
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_eopt.kernels.precision import MatmulPrecision
-from megatron_eopt.orthogonalize.choices import check_choice
+from megatron_eopt.orthogonalize.choices import MISSPELT, check_choice
 from megatron_eopt.orthogonalize.coefficients import composite_range, set_length
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
+from megatron_eopt.settings.other_names import meant, renamed
 from megatron_eopt.settings.records import DecayMethod
 
 logger = logging.getLogger(__name__)
-
-OTHER_NAMES = {
-    "momentum": "momentum_beta",
-    "momentum_beta": "momentum",
-    "nesterov": "use_nesterov",
-    "use_nesterov": "nesterov",
-}
-OtherNames = Mapping[str, tuple[str, Mapping[Any, Any]]]
-"""Another name of a setting -> its name here, and values there -> values here."""
 
 DECOUPLED = "use_decoupled_weight_decay"
 METHOD = "weight_decay_method"
 MOMENTUM_STEPS = "momentum_steps"  # how many steps the momenta of a group have made, where that is counted
 
 
-def rename(name: str, group: dict[str, Any], known: Mapping[str, Any], further: OtherNames) -> None:
-    """Rename a group's settings as an optimizer has them; complete its decay by ``known``, its defaults.
-
-    ``further`` are other names of its own.
-    """
-    names = {other: (key, dict[Any, Any]()) for key, other in OTHER_NAMES.items() if key in known}
-    for other, (key, values) in {**names, **further}.items():
-        if other not in group or other in known:
-            continue
-        value = group.pop(other)
-        value = values.get(value, value)
-        if group.setdefault(key, value) != value:
-            raise ValueError(
-                f"{name}: a group has {key}={group[key]!r} and {other}={value!r}, two names of one setting: leave "
-                f"{other!r} out"
-            )
+def rename(name: str, group: dict[str, Any], known: Mapping[str, Any]) -> None:
+    """Rename a group's settings as an optimizer has them; complete its decay by ``known``, its defaults."""
+    settings = renamed(f"{name}: a group", group, known)
+    group.clear()
+    group |= settings
     if DECOUPLED not in known:
         return
     method = group.get(METHOD, known[METHOD])
@@ -71,6 +51,14 @@ def warn(message: str) -> None:
     """Warn on the first rank."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         logger.warning(message)
+
+
+def warn_of_idle(owner: str, group: Iterable[str], known: Collection[str], of_all: Collection[str] = ()) -> None:
+    """Warn of keys of a group that nobody reads: settings ``of_all``, and names like those that are known."""
+    for key in group:
+        hint = "" if key in known else meant(key, known, MISSPELT)
+        if hint or (key in of_all and key not in known):
+            warn(f"{owner}: {key!r} is no setting of its groups, so it has no effect{hint}")
 
 
 def iteration_of(group: Mapping[str, Any], fp32_matmul_prec: MatmulPrecision, products: str | None) -> NewtonSchulz:
@@ -141,26 +129,3 @@ def differs(a: Any, b: Any) -> bool:
 def is_plain(value: Any) -> bool:
     """Whether a value is plain: scalars, None, lists thereof."""
     return all(map(is_plain, value)) if isinstance(value, list | tuple) else isinstance(value, str | int | float | None)
-
-
-def also_called[**P](**names: str | tuple[str, dict[Any, Any]]) -> Callable[[Callable[P, None]], Callable[P, None]]:
-    """Let a constructor take arguments by further names.
-
-    ``names`` maps such a name to the argument, or to it and a dict of values there -> values here.
-    """
-    other_names = {other: (meant, {}) if isinstance(meant, str) else meant for other, meant in names.items()}
-
-    def decorate(init: Callable[P, None]) -> Callable[P, None]:
-        @functools.wraps(init)
-        def accepting(*args: P.args, **kwargs: P.kwargs) -> None:
-            renamed: dict[str, Any] = {}
-            for other, (name, values) in other_names.items():
-                if other in kwargs:
-                    value = kwargs.pop(other)
-                    renamed[name] = values.get(value, value)
-            init(*args, **renamed, **kwargs)  # a TypeError where both names are given
-
-        accepting.other_names = other_names  # type: ignore[attr-defined]
-        return accepting
-
-    return decorate

@@ -1,10 +1,9 @@
 """The settings of a class of optimizers: its constructor's arguments with their records."""
 
-import difflib
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from inspect import Parameter
 from typing import Any, Literal, Unpack, get_args, get_origin
@@ -13,7 +12,6 @@ from megatron_eopt.settings.records import RECORDS, Setting
 from megatron_eopt.settings.values import Check, flag, flag_or_none, one_of
 
 OURS = f"{__name__.partition('.')[0]}."
-MISSPELT = 0.85  # how like a setting its misspelling is, by difflib; max_momentum is not that like momentum
 
 
 @functools.cache  # asked in every step
@@ -38,11 +36,6 @@ def arguments_of(function: Callable[..., Any]) -> list[Parameter]:
         else:
             found.append(argument)
     return found
-
-
-def other_names(cls: type) -> Mapping[str, tuple[str, Mapping[Any, Any]]]:
-    """What the constructor of a class takes by other names: see :func:`~megatron_eopt.settings.groups.also_called`."""
-    return getattr(class_of_ours(cls).__init__, "other_names", {})
 
 
 def settings_of(cls: type) -> Mapping[str, Setting]:
@@ -109,10 +102,3 @@ def check_effect(settings: Mapping[str, Setting], values: Mapping[str, Any], def
                 f"{key} has no effect with {other} {values[other]!r}, got {values[key]!r}: it belongs to "
                 f"{' and '.join(map(repr, wanted))}"
             )
-
-
-def misspelt(given: Iterable[str], known: Iterable[str]) -> dict[str, str]:
-    """Given names that are no known ones, but like one of these -> that one."""
-    known = set(known)
-    near = {key: difflib.get_close_matches(key, known, cutoff=MISSPELT) for key in given if key not in known}
-    return {key: names[0] for key, names in near.items() if names}

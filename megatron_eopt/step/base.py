@@ -24,8 +24,9 @@ from megatron_eopt.parallel.layout import Layout, split_layout
 from megatron_eopt.parallel.plan_records import TpMode
 from megatron_eopt.parallel.workspace import Workspace
 from megatron_eopt.settings import groups as of_groups
-from megatron_eopt.settings.execution import Execution, check_arguments
-from megatron_eopt.settings.of_class import check_effect, check_values, is_ours, misspelt, other_names, settings_of
+from megatron_eopt.settings.execution import Execution
+from megatron_eopt.settings.of_class import check_effect, check_values, is_ours, settings_of
+from megatron_eopt.settings.other_names import OTHER_NAMES, by_our_names
 from megatron_eopt.settings.records import RECORDS, Setting
 from megatron_eopt.settings.values import without_dimensions
 from megatron_eopt.step.loaded_state import (
@@ -126,7 +127,6 @@ class BaseOptimizer(Optimizer):
         """
         cls = type(self)
         known = settings_of(cls)
-        check_arguments(cls.__name__, arguments.get("settings", {}), known)
         given = {**arguments, **arguments.get("settings", {})}
         unknown = given.keys() - known.keys() - OF_CONSTRUCTORS
         if unknown:
@@ -153,6 +153,12 @@ class BaseOptimizer(Optimizer):
             vars(self)["execution"] = Execution(symmetric_products=values.get("symmetric_products"))
         check_effect(known, in_groups, {key: setting.default for key, setting in known.items()})
         super().__init__(params, {**in_groups, **(further or {})})
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        subclass: Any = cls
+        if is_ours(subclass) and "__init__" in vars(subclass):
+            subclass.__init__ = by_our_names(subclass.__init__)
 
     def __getstate__(self) -> dict[str, Any]:
         """Attributes, torch's state and what parameters say of themselves, for a copy."""
@@ -348,15 +354,19 @@ class BaseOptimizer(Optimizer):
         name = type(self).__name__
         session = self._session
         if isinstance(param_group, dict):  # else torch says what is wrong
-            of_groups.rename(name, param_group, self.defaults, other_names(type(self)))
+            of_groups.rename(name, param_group, self.defaults)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         session.engine = session.nonfinite = None
         session.scalable = False
         try:
             check_parameters(name, self.param_groups)
-            if group.get("use_muon") is False and not self.elementwise:  # as in Keller Jordan's MuonWithAuxAdam
-                raise ValueError(f"{name} orthogonalizes all groups, and one has use_muon=False: give it to AdamW")
+            for key in ("use_muon", "algorithm"):  # of Keller Jordan's MuonWithAuxAdam, and of dion
+                if not self.elementwise and group.get(key) in (False, "adamw", "lion"):
+                    raise ValueError(
+                        f"{name} orthogonalizes all groups, and one has {key}={group[key]!r}: give it to AdamW, as "
+                        f"Muon(matrices, rest) and build_optimizer do"
+                    )
             with of_groups.named(len(self.param_groups) - 1, self.param_groups):
                 self._check_settings(group)
                 check_effect(settings_of(type(self)), group, self.defaults)
@@ -364,14 +374,22 @@ class BaseOptimizer(Optimizer):
         except Exception:
             self.param_groups.pop()
             raise
-        known = {"params", *self.defaults, *self.persistent_group_keys}
-        for key in group:
-            if key not in known and (key in RECORDS or key in settings_of(type(self))):
-                of_groups.warn(f"{name}: groups have no {key} of their own, so it has no effect in one")
-        for key, meant in misspelt(group, known - self.users_settings).items():
-            of_groups.warn(f"{name}: {key!r} is no setting of its groups, so it has no effect, did you mean {meant!r}?")
+        self._warn_of_idle_keys()
         group[STATE_OF] = mark_of(self)
         session.said = saved_attributes(self._parameters())
+
+    def _warn_of_idle_keys(self) -> None:
+        """Warn of keys of groups that nobody reads, of each once."""
+        seen = self._session.seen_keys
+        for group in self.param_groups:
+            if group.keys() <= seen:
+                continue
+            of_all = {*RECORDS, *settings_of(type(self))}
+            users = self.users_settings & (of_all | OTHER_NAMES.keys())  # which are what the user says
+            known = {"params", *self.defaults, *self.persistent_group_keys} - self.users_settings
+            new = [key for key in group if key not in seen and key not in users]
+            of_groups.warn_of_idle(type(self).__name__, new, known, of_all)
+            seen.update(group)
 
     def init_state(self) -> None:
         """Create all state, as a checkpoint load needs it."""
@@ -499,7 +517,7 @@ class BaseOptimizer(Optimizer):
         groups = []
         for of_state, own in zip(saved, self.param_groups, strict=True):
             group = dict(of_state)
-            of_groups.rename(name, group, self.defaults, other_names(type(self)))
+            of_groups.rename(name, group, self.defaults)
             for key in needed & own.keys():
                 group.setdefault(key, own[key])
             group[STATE_OF] = mark_of(self)
@@ -667,6 +685,7 @@ class BaseOptimizer(Optimizer):
         self._count_anew(parameters)
         self._check_tags(parameters)
         self._check_gradients(parameters)
+        self._warn_of_idle_keys()
         session.without_gradients.look(type(self).__name__, self.param_groups)
         engine = session.engine
         if engine is None or session.engine_of != self._planned_settings():

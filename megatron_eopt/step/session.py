@@ -38,6 +38,7 @@ class Session[Cache: StepCache]:
     """What is known of plans, groups and steps."""
 
     planned: list[str] = field(default_factory=list)  # settings of groups by which ranks plan
+    seen_keys: set[str] = field(default_factory=set)  # of groups, looked at for those that nobody reads
     engine: Engine | None = None
     parameters: list[Tensor] = field(default_factory=list)  # that it was made for
     tags: list[object] = field(default_factory=list)  # what these said of their logical matrices

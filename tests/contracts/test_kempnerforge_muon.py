@@ -40,7 +40,9 @@ def test_a_schedule_of_momentum_is_that_of_a_heavy_ball(betas, ns_steps):
 
 def test_a_group_says_ns_steps_as_the_constructor_does(caplog):
     Muon([{"params": parameters((9, 12)), "num_ns_steps": 4}], [])
-    assert "Muon: groups have no num_ns_steps of their own, so it has no effect in one" in caplog.text
+    assert (
+        "Muon: 'num_ns_steps' is no setting of its groups, so it has no effect, did you mean 'ns_steps'?" in caplog.text
+    )
 
 
 def test_groups_are_taken_as_they_are_given_and_both_are_in_param_groups_and_state():

@@ -209,6 +209,7 @@ def test_a_scale_that_is_no_number_is_refused_before_anything_changes(wrong):
     ("cls", "settings", "message"),
     [
         (TensorParallelMuon, {"use_muon": False}, "one has use_muon=False: give it to AdamW"),
+        (Scion, {"algorithm": "adamw"}, "one has algorithm='adamw': give it to AdamW"),
         (Scion, {"max_lr": 3.0}, "lr must lie in .*, got 3.0"),  # as Megatron's scheduler would raise lr to
     ],
 )

@@ -238,7 +238,7 @@ def test_what_an_optimizer_lacks_is_refused_or_warned_of(key, caplog):
             assert_refused(lambda: build(name, [{"params": matrices(1), key: 1}]), f"has no {key}, got 1: take")  # noqa: B023
             continue
         build(name, [{"params": matrices(1), key: 1}])
-        assert f"groups have no {key} of their own, so it has no effect in one" in caplog.text
+        assert f"'{key}' is no setting of its groups, so it has no effect" in caplog.text
         caplog.clear()
 
 
@@ -311,9 +311,9 @@ NO_SPLIT = {"split_qkv": True, "qkv_split_shapes": [2, 2, 2]}
         (["muon"], {"offload_fraction": 0.5, "cuda_graphs": True}, "cuda_graphs cannot work with offload_fraction"),
         (["muon"], {"momentum_dtype": torch.bfloat16, "cuda_graphs": True}, "cuda_graphs cannot work with offload_"),
         (["muon"], {"spectral_radius": 1.0}, "spectral_radius"),
-        (["scion"], {"radius": 5.0, "spectral_radius": 1.0}, "multiple values for keyword argument 'radius'"),
+        (["scion"], {"radius": 5.0, "spectral_radius": 1.0}, "two names of one setting"),
         (["spectron"], {"num_power_iterations": 2, "num_power_iter": 1}, "num_power_iterations"),
-        (["soap"], {"use_eigh": True, "basis_method": "qr"}, "multiple values for keyword argument 'basis_method'"),
+        (["soap"], {"use_eigh": True, "basis_method": "qr"}, "two names of one setting"),
         (["soap"], {"use_eigh": "yes"}, "SOAP: unknown basis_method 'yes'"),
         ([*CLASSES][:-2], {"weight_deca": 0.1}, "got an unexpected keyword argument 'weight_deca'"),
     ],
@@ -443,9 +443,10 @@ def test_numbers_of_numpy_and_tensors_of_one_entry_make_the_steps_of_pythons(nam
         ("with_adamw", {"nestrov": 1}, "did you mean 'nesterov'?"),
         ("muon", {"num_ns_step": 1}, "did you mean 'num_ns_steps'?"),
         ("soap", {"basis_methd": 1}, "did you mean 'basis_method'?"),
-        ("muon", {"fp32_matmul_prec": 1}, "groups have no fp32_matmul_prec of their own, so it has no effect in one"),
-        ("muon", {"tp_mode": 1}, "groups have no tp_mode of their own, so it has no effect in one"),
-        ("muon", {"betas": 1}, "groups have no betas of their own, so it has no effect in one"),
+        ("muon", {"fp32_matmul_prec": 1}, "'fp32_matmul_prec' is no setting of its groups, so it has no effect"),
+        ("muon", {"tp_mode": 1}, "'tp_mode' is no setting of its groups, so it has no effect"),
+        ("muon", {"betas": 1}, "'betas' is no setting of its groups, so it has no effect"),
+        ("soap", {"wd": 1}, "'wd' is no setting of its groups, so it has no effect, did you mean 'weight_decay'?"),
     ],
     ids=str,
 )
@@ -453,6 +454,31 @@ def test_a_setting_without_an_effect_in_a_group_is_named(name, group, said, capl
     build(name, [{"params": matrices(1), **group}])
     [message] = caplog.messages
     assert said in message
+
+
+def test_a_key_that_nobody_reads_is_named_once_when_a_step_finds_it(caplog):
+    optimizer = build("muon", matrices(1))
+    take(optimizer, 1)
+    optimizer.param_groups[0] |= {"initial_lr": 1.0, "learning_rate": 0.5}
+    take(optimizer, 2)
+    [message] = caplog.messages
+    assert "'learning_rate' is no setting of its groups, so it has no effect, did you mean 'lr'?" in message
+
+
+NAMES_OF_OTHERS = [
+    ("muon", "betas", r"did you mean 'momentum'\? betas are AdamW's"),
+    ("muon", "adjust_lr_fn", "did you mean 'scale_mode'.* 'match_rms_adamw' is 'spectral' with extra_scale_factor=0.2"),
+    ("dion", "mu", "did you mean 'momentum'"),
+    ("soap", "max_preconditioner_dim", "did you mean 'max_dim'"),
+    ("lion", "wd", "did you mean 'weight_decay'"),
+    ("dion2", "distributed_mesh", "DTensors know their mesh"),
+]
+
+
+@pytest.mark.parametrize(("name", "other", "said"), NAMES_OF_OTHERS)
+def test_an_argument_by_another_librarys_name_is_answered_with_ours(name, other, said):
+    with pytest.raises(TypeError, match=rf"got an unexpected keyword argument '{other}'.*{said}"):
+        build(name, matrices(1), **{other: 1})
 
 
 def test_a_misspelt_setting_among_users_own_is_named(caplog):

@@ -139,7 +139,7 @@ def test_an_optimizer_drops_what_it_has_not_and_is_below_it():
         assert line.startswith("a: num_ns_steps: adam has no such setting of a parameter")
         assert line.endswith(f"for {QKV} and 1 more")
     assert refused(entry(BIAS, "a", betas=[0.9, 0.95])) == [
-        f"a: betas: muon has no such setting of a parameter, did you mean 'beta2'?, for {BIAS}"
+        f"a: betas: muon has no such setting of a parameter, did you mean 'momentum'? betas are AdamW's, for {BIAS}"
     ]
 
 

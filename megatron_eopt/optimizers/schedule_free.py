@@ -252,8 +252,6 @@ class ScheduleFreeAdamW(ElementwiseOptimizer):
 
     def _take(self, ok: Flag) -> None:
         self._warn_of_schedule()
-        for group in self.param_groups:
-            group[COUNT] += 1
         super()._take(ok)
 
     def _begin_state(self) -> list[int]:

@@ -44,7 +44,8 @@ class Batch:
 class ElementwiseOptimizer(BaseOptimizer):
     """Optimizers that step every entry by itself: of any shape, of shards and DTensors.
 
-    A subclass defines its state, in the shape of parameters or in numbers of each, and the step (:meth:`update`).
+    A subclass defines its state, in the shape of parameters or in numbers of each, and the step (:meth:`update`), which
+    its :attr:`counters` count.
     """
 
     elementwise = True
@@ -60,5 +61,8 @@ class ElementwiseOptimizer(BaseOptimizer):
     def _take(self, ok: Flag) -> None:
         self._begin_state()
         self._session.changing = True
+        for group in self.param_groups:
+            for key in self.counters:
+                group[key] += 1
         for group, parameters in foreach.active(self.param_groups, ok, lambda p: frozenset(self.state[p])):
             self.update(Batch(group, ok, parameters, [self.state[p] for p in parameters]))

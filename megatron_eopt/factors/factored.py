@@ -16,7 +16,7 @@ from megatron_eopt.step.foreach import where
 from megatron_eopt.step.held_norms import begin_norms, followed, radius_tensors
 from megatron_eopt.step.nonfinite import Flag
 from megatron_eopt.step.parameters import local, names_of_last
-from megatron_eopt.step.stacked import CLOCK, StackedOptimizer
+from megatron_eopt.step.stacked_optimizer import CLOCK, StackedOptimizer
 from megatron_eopt.step.stacks import Stack, wide
 from megatron_eopt.step.state import EXP_AVG, STEPS, StateTensor
 

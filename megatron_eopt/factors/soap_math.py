@@ -21,7 +21,7 @@ from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.scale import muon_scale_factor
 from megatron_eopt.step.foreach import copy_where, where
 from megatron_eopt.step.nonfinite import LARGEST_NORM, Flag
-from megatron_eopt.step.stacked import refreshes
+from megatron_eopt.step.stacked_optimizer import refreshes
 
 SortBases = Literal["before", "after"]
 

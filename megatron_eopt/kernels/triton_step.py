@@ -2,7 +2,7 @@
 
 Each does for many shards at once what :mod:`~megatron_eopt.step.foreach` does in several passes, and rounds where
 that rounds. A table in memory of the device has a row of numbers for each piece: see
-:class:`~megatron_eopt.step.step_kernels.Piece`. With TRITON_INTERPRET=1 they are interpreted, for tests.
+:class:`~megatron_eopt.step.momenta.step_kernels.Piece`. With TRITON_INTERPRET=1 they are interpreted, for tests.
 """
 
 from collections.abc import Sequence

@@ -18,7 +18,7 @@ from megatron_eopt.settings.records import Setting
 from megatron_eopt.settings.values import ABOVE_0_UP_TO_1, Scalar
 from megatron_eopt.step.foreach import where
 from megatron_eopt.step.parameters import DescribedMatrix, Matrices, names_of_last
-from megatron_eopt.step.stacked import StackedOptimizer
+from megatron_eopt.step.stacked_optimizer import StackedOptimizer
 from megatron_eopt.step.stacks import GRADIENT, Chunk, MatrixPlan, Rule, Stack, wide
 from megatron_eopt.step.state import MOMENTUM_BUFFER, StateTensor, check_placements
 

@@ -19,7 +19,7 @@ from megatron_eopt.settings.records import GROUP_PRECISION, Setting
 from megatron_eopt.settings.values import ABOVE_0_UP_TO_1, Scalar
 from megatron_eopt.step.foreach import where
 from megatron_eopt.step.parameters import DescribedMatrix, Matrices
-from megatron_eopt.step.stacked import StackedOptimizer
+from megatron_eopt.step.stacked_optimizer import StackedOptimizer
 from megatron_eopt.step.stacks import GRADIENT, MatrixPlan, Rule, Stack, wide
 from megatron_eopt.step.state import StateTensor
 

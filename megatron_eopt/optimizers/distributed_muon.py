@@ -28,7 +28,7 @@ from megatron_eopt.step import foreach
 from megatron_eopt.step.loaded_state import check_finite
 from megatron_eopt.step.nonfinite import Flag
 from megatron_eopt.step.parameters import DescribedMatrix, names_of_last
-from megatron_eopt.step.stacked import Program, StackedOptimizer
+from megatron_eopt.step.stacked_optimizer import Program, StackedOptimizer
 from megatron_eopt.step.stacks import WEIGHT, Chunk, MatrixPlan, Member, Stack
 from megatron_eopt.step.state import MOMENTUM_BUFFER, StateTensor
 

@@ -16,8 +16,8 @@ from megatron_eopt.parallel.plan_records import TpMode
 from megatron_eopt.settings.execution import Execution
 from megatron_eopt.settings.records import DecayMethod, Setting
 from megatron_eopt.step.base import BaseOptimizer
-from megatron_eopt.step.elementwise import MomentumStack, Update
 from megatron_eopt.step.foreach import heavy_ball
+from megatron_eopt.step.momenta.momentum_stack import MomentumStack, Update
 from megatron_eopt.step.parameters import Matrices
 from megatron_eopt.step.stacks import Rule
 

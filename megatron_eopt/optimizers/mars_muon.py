@@ -14,8 +14,8 @@ from megatron_eopt.settings.records import DecayMethod, Setting
 from megatron_eopt.settings.values import AT_LEAST_0
 from megatron_eopt.step import foreach
 from megatron_eopt.step.base import BaseOptimizer
-from megatron_eopt.step.elementwise import MomentumStack, Update, followed
 from megatron_eopt.step.foreach import Tensors
+from megatron_eopt.step.momenta.momentum_stack import MomentumStack, Update, followed
 from megatron_eopt.step.stacks import Request, Rule, Write, by_stack, joined, matrices_of, shards_of
 from megatron_eopt.step.state import HAS_PREVIOUS, PREVIOUS_GRADIENT, StateTensor
 from megatron_eopt.step.weight_step import squares_of_shards

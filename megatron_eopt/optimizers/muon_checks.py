@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from megatron_eopt.settings.groups import DECOUPLED, METHOD
 from megatron_eopt.settings.modifiers import INSTEAD_OF_DECAY, holds, is_cautious, modifiers_in, moment2_of, sizes
 from megatron_eopt.settings.records import SCALE, names_of
-from megatron_eopt.step.momentum_optimizer import OF_PARAMETERS
+from megatron_eopt.step.momenta.momentum_optimizer import OF_PARAMETERS
 from megatron_eopt.step.parameters import check_shard
 
 OF_MATRICES = ("scaled_orthogonalize_fn", "orthogonalize_fn")

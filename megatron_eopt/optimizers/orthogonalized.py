@@ -15,8 +15,8 @@ from megatron_eopt.settings.groups import DECOUPLED
 from megatron_eopt.settings.records import EXECUTION, DecayMethod, Setting, names_of
 from megatron_eopt.settings.values import BELOW_1
 from megatron_eopt.step.base import BaseOptimizer
-from megatron_eopt.step.elementwise import MomentumStack, Update
-from megatron_eopt.step.momentum_optimizer import OF_PARAMETERS, MomentumOptimizer
+from megatron_eopt.step.momenta.momentum_optimizer import OF_PARAMETERS, MomentumOptimizer
+from megatron_eopt.step.momenta.momentum_stack import MomentumStack, Update
 from megatron_eopt.step.parameters import check_matrix, names_of_last
 from megatron_eopt.step.stacks import Rule
 from megatron_eopt.step.users_functions import OF_USERS, checked

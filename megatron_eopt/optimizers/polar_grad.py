@@ -8,7 +8,7 @@ from torch.optim.optimizer import ParamsT
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon, Transport
 from megatron_eopt.settings.records import DecayMethod
 from megatron_eopt.step.base import BaseOptimizer
-from megatron_eopt.step.elementwise import MomentumStack, Update
+from megatron_eopt.step.momenta.momentum_stack import MomentumStack, Update
 from megatron_eopt.step.stacks import Rule
 
 

@@ -14,7 +14,7 @@ from megatron_eopt.settings.records import GROUP_PRECISION, Setting
 from megatron_eopt.settings.values import ABOVE_0, ABOVE_0_UP_TO_1, AT_LEAST_0, BELOW_1, Scalar, count
 from megatron_eopt.step.foreach import where
 from megatron_eopt.step.parameters import Matrices
-from megatron_eopt.step.stacked import CLOCK, StackedOptimizer, first_moment, refreshes
+from megatron_eopt.step.stacked_optimizer import CLOCK, StackedOptimizer, first_moment, refreshes
 from megatron_eopt.step.stacks import MatrixPlan, Rule, Stack, wide
 from megatron_eopt.step.state import EXP_AVG, StateTensor
 

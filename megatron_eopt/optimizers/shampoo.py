@@ -25,7 +25,7 @@ from megatron_eopt.settings.records import GROUP_PRECISION, Setting
 from megatron_eopt.settings.values import BETWEEN_0_AND_1, Scalar, count
 from megatron_eopt.step.foreach import copy_where
 from megatron_eopt.step.parameters import Matrices
-from megatron_eopt.step.stacked import first_moment, refreshes
+from megatron_eopt.step.stacked_optimizer import first_moment, refreshes
 from megatron_eopt.step.stacks import Rule, Stack
 
 Scale = Literal[ScaleMode, "none"]

@@ -9,7 +9,7 @@ from torch.optim.optimizer import ParamsT
 from megatron_eopt.settings.records import Setting
 from megatron_eopt.settings.values import Scalar, count
 from megatron_eopt.step.parameters import DescribedMatrix, Matrices
-from megatron_eopt.step.stacked import StackedOptimizer
+from megatron_eopt.step.stacked_optimizer import StackedOptimizer
 from megatron_eopt.step.stacks import MatrixPlan, Rule, Stack
 from megatron_eopt.step.state import StateTensor
 

@@ -14,7 +14,7 @@ from megatron_eopt.orthogonalize.scale import ScaleMode
 from megatron_eopt.settings.records import ADAM, GROUP_PRECISION, Setting
 from megatron_eopt.settings.values import Scalar, count
 from megatron_eopt.step.parameters import Matrices
-from megatron_eopt.step.stacked import first_moment
+from megatron_eopt.step.stacked_optimizer import first_moment
 from megatron_eopt.step.stacks import Rule, Stack
 from megatron_eopt.step.state import EXP_AVG, EXP_AVG_SQ
 

@@ -26,7 +26,7 @@ from megatron_eopt.parallel.rectangles import Rectangle, whole
 from megatron_eopt.settings.groups import iteration_of, note_short_schedule, warn
 from megatron_eopt.settings.records import Setting
 from megatron_eopt.settings.values import BELOW_1, Scalar, count
-from megatron_eopt.step import foreach, stacked
+from megatron_eopt.step import foreach, stacked_optimizer
 from megatron_eopt.step.foreach import where
 from megatron_eopt.step.nonfinite import Flag
 from megatron_eopt.step.parameters import (
@@ -37,7 +37,7 @@ from megatron_eopt.step.parameters import (
     scale_rows,
 )
 from megatron_eopt.step.session import StepCache
-from megatron_eopt.step.stacked import StackedOptimizer
+from megatron_eopt.step.stacked_optimizer import StackedOptimizer
 from megatron_eopt.step.stacks import GRADIENT, WEIGHT, Chunk, Stack, wide
 from megatron_eopt.step.state import MOMENTUM_BUFFER, SIDES, Dim, StateTensor, check_placements
 
@@ -109,7 +109,7 @@ def together(factors: Sequence[Factors]) -> list[Factors]:
         dtype = some.momenta[0].dtype
         kind = (id(some.group), matrix.group, matrix.shape, matrix.rectangles, dtype, some.transposed)
         nbytes[kind] += len(some.numbers) * dtype.itemsize * max(x.numel for x in matrix.rectangles)
-        part = (*kind, nbytes[kind] // stacked.MOST_BYTES)
+        part = (*kind, nbytes[kind] // stacked_optimizer.MOST_BYTES)
         if part not in kinds:
             kinds[part] = replace(some, gradients=list(some.gradients))
             continue

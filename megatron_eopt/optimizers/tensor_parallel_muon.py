@@ -38,8 +38,9 @@ from megatron_eopt.settings.of_class import settings_of
 from megatron_eopt.settings.records import DecayMethod, Moment2Method, RelativeUpdate, WeightNorm
 from megatron_eopt.step import held_norms
 from megatron_eopt.step.base import BaseOptimizer
-from megatron_eopt.step.elementwise import Update, Updates, scaled
-from megatron_eopt.step.momentum_optimizer import OF_PARAMETERS
+from megatron_eopt.step.momenta.momentum_optimizer import OF_PARAMETERS
+from megatron_eopt.step.momenta.momentum_stack import Update, Updates, scaled
+from megatron_eopt.step.momenta.step_form import step_form
 from megatron_eopt.step.parameters import (
     DescribedMatrix,
     Matrices,
@@ -49,7 +50,6 @@ from megatron_eopt.step.parameters import (
     names_of_last,
 )
 from megatron_eopt.step.state import StateTensor, bytes_of_entry
-from megatron_eopt.step.step_form import step_form
 from megatron_eopt.step.users_functions import factors_by_user, of_whole, scaled_by_user, scales_of
 from megatron_eopt.transforms import second_moment
 

@@ -11,7 +11,6 @@ from torch.distributed import ProcessGroup
 
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.step.nonfinite import Flag, NonFinite, WithoutGradients
-from megatron_eopt.step.offload import Streamed
 
 MOST_CHUNKS = 1024  # kept, one for each set of parameters that step together
 
@@ -51,7 +50,6 @@ class Session[Cache: StepCache]:
     nonfinite: NonFinite | None = None
     group_of: dict[Tensor, dict[str, Any]] = field(default_factory=dict)
     offloaded: dict[Tensor, bool] = field(default_factory=dict)  # whether a parameter's state is in host memory
-    streamed: Streamed | None = None
     after_step: Callable[[Flag], None] | None = None  # what else belongs to a step, as that of AdamW to Muon's
     after_step_groups: Sequence[dict[str, Any]] = ()  # whose parameters that steps
     adamw_settings: Mapping[str, Any] = MappingProxyType({})  # settings of the optimizer that does that

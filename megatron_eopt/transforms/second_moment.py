@@ -30,8 +30,8 @@ from megatron_eopt.parallel.statistics import Statistics, StatisticsRequest, nor
 from megatron_eopt.settings.modifiers import MOMENT2_BUFFER, aligns_rms, moment2_of
 from megatron_eopt.step import foreach
 from megatron_eopt.step.base import BaseOptimizer
-from megatron_eopt.step.elementwise import MomentumStack, Update, Updates, scaled
 from megatron_eopt.step.foreach import Tensors
+from megatron_eopt.step.momenta.momentum_stack import MomentumStack, Update, Updates, scaled
 from megatron_eopt.step.nonfinite import Flag
 from megatron_eopt.step.stacks import joined, matrices_of
 from megatron_eopt.step.state import Dim, StateTensor, check_placements

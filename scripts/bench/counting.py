@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_eopt.kernels import choice
-from megatron_eopt.step import step_form, step_kernels
+from megatron_eopt.step.momenta import step_form, step_kernels
 from megatron_eopt.step.nonfinite import NonFinite
 
 _FREE = frozenset(

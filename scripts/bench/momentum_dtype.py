@@ -42,9 +42,9 @@ TRAIN = "--rounded"  # the first argument of a process that trains
 
 def train(kind: str, beta: float, written: Path, flags: Sequence[str]) -> None:
     """Train in this process, and write down the errors of the momenta in the end."""
-    from megatron_eopt.step import elementwise
+    from megatron_eopt.step.momenta import momentum_stack
 
-    store, errors, kept = elementwise.store, dict[int, Tensor](), dict[int, Tensor]()
+    store, errors, kept = momentum_stack.store, dict[int, Tensor](), dict[int, Tensor]()
 
     def followed(momenta: Tensors, averages: Tensors, step: int) -> None:
         if kind == "nearest":
@@ -55,7 +55,7 @@ def train(kind: str, beta: float, written: Path, flags: Sequence[str]) -> None:
             kept[m.data_ptr()] = new = m.float()
             errors.setdefault(m.data_ptr(), torch.zeros_like(average)).mul_(beta).add_(new - average)
 
-    elementwise.store = followed
+    momentum_stack.store = followed
     sys.argv = ["pretrain_gpt.py", *flags]
     runpy.run_path(str(ROOT / "examples" / "pretrain_gpt.py"), run_name="__main__")
     found = {}

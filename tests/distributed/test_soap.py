@@ -12,7 +12,7 @@ from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.optimizers.soap import SOAP
 from megatron_eopt.orthogonalize.bases import by_products
 from megatron_eopt.parallel.collectives import counters
-from megatron_eopt.step import stacked
+from megatron_eopt.step import stacked_optimizer
 from tests.distributed.layouts import PROGRAMS, TensorParallel, assert_as_one, found, set_gradients, trained
 from tests.distributed.ranks import run_ranks
 from tests.distributed.shards import counted, grid, groups_of, message_of, placed, shard, sharded
@@ -40,13 +40,13 @@ def without_gradients(program, layout, rank, names, as_on_a_gpu=False):
 
 def on_two(rank, ranks):
     program, results = PROGRAMS["soap"], {}
-    most = stacked.MOST_BYTES
+    most = stacked_optimizer.MOST_BYTES
     results["first"] = trained(program, TWO, rank, range(1))[2]
     for name in ("soap", "psgd"):
-        stacked.MOST_BYTES = SMALL
+        stacked_optimizer.MOST_BYTES = SMALL
         optimizer, parameters, calls = trained(PROGRAMS[name], TWO, rank)
         results["small", name] = found(optimizer, parameters, TWO, rank), calls["all_to_all"]
-        stacked.MOST_BYTES = most
+        stacked_optimizer.MOST_BYTES = most
     with patch.object(eigenbases, "orthonormal_columns", by_products):  # as on a GPU
         optimizer, parameters, _ = trained(program, TWO, rank)
         results["by products"] = found(optimizer, parameters, TWO, rank)

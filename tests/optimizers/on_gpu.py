@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from megatron_eopt.step.cuda_graph import GraphedUpdate
+from megatron_eopt.step.momenta.cuda_graph import GraphedUpdate
 
 
 class OnDevice(torch.Tensor):

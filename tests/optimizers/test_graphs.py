@@ -7,7 +7,7 @@ import torch
 
 import megatron_eopt
 from megatron_eopt import Execution, TensorParallelMuon
-from megatron_eopt.step.cuda_graph import capture_cuda
+from megatron_eopt.step.momenta.cuda_graph import capture_cuda
 from tests.optimizers.field import gradient, matrix
 from tests.optimizers.on_gpu import captured
 

@@ -12,7 +12,7 @@ from megatron_eopt.optimizers.soap import SOAP
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.parallel import statistics
 from megatron_eopt.step import foreach
-from megatron_eopt.step.elementwise import Update, subtract
+from megatron_eopt.step.momenta.momentum_stack import Update, subtract
 from tests.distributed.test_statistics import allocations
 from tests.optimizers.family import build
 from tests.optimizers.field import assert_close, drawn, gradient, matrix, run

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from megatron_eopt import Execution, TensorParallelMuon
 from megatron_eopt.kernels import choice, triton_kernel, triton_norms, triton_step
-from megatron_eopt.step import step_form
+from megatron_eopt.step.momenta import step_form
 from tests.kernels.launched import binding, without_memory
 from tests.optimizers.on_gpu import masking
 

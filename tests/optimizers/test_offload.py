@@ -17,8 +17,8 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_eopt import Execution, TensorParallelMuon
-from megatron_eopt.step import offload
-from megatron_eopt.step.offload import Streamed
+from megatron_eopt.step.momenta import offload
+from megatron_eopt.step.momenta.offload import Streamed
 from megatron_eopt.step.state import on_host
 from tests.optimizers.family import build, having
 from tests.optimizers.field import drawn
@@ -240,7 +240,7 @@ def gpu(monkeypatch):
 def start_on(gpu, kind, **settings):
     optimizer, params = start(kind, offload_fraction=1.0, **settings)
     optimizer.init_state()
-    optimizer._session.streamed = Streamed(torch.device("cuda"))
+    optimizer._streamed = Streamed(torch.device("cuda"))
     return optimizer, params
 
 

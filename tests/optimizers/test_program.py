@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_eopt import Execution, PolarGrad, TensorParallelAdaptiveMuon, TensorParallelMuon
 from megatron_eopt.step import foreach
 from megatron_eopt.step.base import BaseOptimizer
-from megatron_eopt.step.elementwise import Update, scaled
+from megatron_eopt.step.momenta.momentum_stack import Update, scaled
 
 SHAPES = [(24, 16), (16, 40), (33, 12)]
 

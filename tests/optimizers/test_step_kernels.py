@@ -27,8 +27,8 @@ from megatron_eopt.matrices import (
     transposed,
 )
 from megatron_eopt.optimizers.heavy_ball_muon import HeavyBallMuon
-from megatron_eopt.step import step_kernels
-from megatron_eopt.step.elementwise import Update
+from megatron_eopt.step.momenta import step_kernels
+from megatron_eopt.step.momenta.momentum_stack import Update
 from tests.distributed.ranks import run_ranks
 from tests.distributed.shards import cut, groups_of, placed, sharded
 from tests.optimizers.family import build, having

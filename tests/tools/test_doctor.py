@@ -100,9 +100,8 @@ def test_without_megatron(tmp_path):
     status, lines = doctor(tmp_path)
     assert (status, lines[-1], "megatron-core       not installed" in lines) == (0, "Nothing to do.", True)
     assert "megatron-eopt[megatron]" in " ".join(lines)
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    command = [sys.executable, "-m", "megatron_eopt.run", __file__, "--optimizer", "muon"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    code = "import sys; sys.modules['megatron'] = None; from megatron_eopt import activate; activate()"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert "pip install 'megatron-eopt[megatron]'" in done.stderr
 
 

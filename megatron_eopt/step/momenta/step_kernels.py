@@ -25,8 +25,8 @@ from megatron_eopt.parallel.scheduler import Rows
 from megatron_eopt.settings.groups import MOMENTUM_STEPS
 from megatron_eopt.settings.modifiers import MOMENT2_BUFFER
 from megatron_eopt.settings.values import Scalar
-from megatron_eopt.step.elementwise import MomentumStack
 from megatron_eopt.step.foreach import Tensors
+from megatron_eopt.step.momenta.momentum_stack import MomentumStack
 from megatron_eopt.step.stacks import GRADIENT, WEIGHT
 from megatron_eopt.step.state import MOMENTUM_BUFFER, PREVIOUS_GRADIENT
 

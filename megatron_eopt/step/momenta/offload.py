@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_eopt.parallel.scheduler import Program, begin, resume
-from megatron_eopt.step.elementwise import MomentumStack
+from megatron_eopt.step.momenta.momentum_stack import MomentumStack
 from megatron_eopt.step.parameters import local
 from megatron_eopt.step.stacks import Chunk
 from megatron_eopt.step.state import MOMENTUM_BUFFER

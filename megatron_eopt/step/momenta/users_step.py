@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron_eopt.parallel.scheduler import Program, begin, resume
 from megatron_eopt.step import foreach
-from megatron_eopt.step.elementwise import MomentumStack
+from megatron_eopt.step.momenta.momentum_stack import MomentumStack
 from megatron_eopt.step.stacks import Chunk
 from megatron_eopt.step.state import settings_in
 from megatron_eopt.step.users_functions import checked

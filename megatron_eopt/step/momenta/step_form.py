@@ -10,8 +10,8 @@ from megatron_eopt.matrices import declared_split
 from megatron_eopt.settings.modifiers import by_torch
 from megatron_eopt.settings.records import StepForm
 from megatron_eopt.step.base import BaseOptimizer
+from megatron_eopt.step.momenta.step_kernels import DTYPES
 from megatron_eopt.step.parameters import local
-from megatron_eopt.step.step_kernels import DTYPES
 
 
 def step_form(optimizer: BaseOptimizer, device: torch.device) -> tuple[StepForm, str]:

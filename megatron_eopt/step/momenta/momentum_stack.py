@@ -48,7 +48,7 @@ class MomentumStack(Stack):
     all stacks of a group together.
 
     Attributes:
-        kernels: a :class:`~megatron_eopt.step.step_kernels.StepKernels`, or None.
+        kernels: a :class:`~megatron_eopt.step.momenta.step_kernels.StepKernels`, or None.
         has_views: whether kernels read factors where they lie, which nothing may write to.
         scale: what multiplies the orthogonal factor of each matrix.
         modified: how updates and weights are modified.

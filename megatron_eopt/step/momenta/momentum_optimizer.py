@@ -19,18 +19,18 @@ from megatron_eopt.settings.records import DecayMethod
 from megatron_eopt.settings.values import Scalar
 from megatron_eopt.step import held_norms
 from megatron_eopt.step.base import BaseOptimizer
-from megatron_eopt.step.cuda_graph import GraphedUpdate
-from megatron_eopt.step.elementwise import MomentumStack, Update, Updates, decay, subtract
+from megatron_eopt.step.momenta.cuda_graph import GraphedUpdate
+from megatron_eopt.step.momenta.momentum_stack import MomentumStack, Update, Updates, decay, subtract
+from megatron_eopt.step.momenta.offload import Streamed
+from megatron_eopt.step.momenta.step_form import step_form
+from megatron_eopt.step.momenta.step_kernels import StepKernels
+from megatron_eopt.step.momenta.users_step import users_step
 from megatron_eopt.step.nonfinite import Flag
-from megatron_eopt.step.offload import Streamed
 from megatron_eopt.step.parameters import local
 from megatron_eopt.step.session import Session, StepCache
 from megatron_eopt.step.stacks import Chunk, Inputs, Member, Rule, gradients_of, lockstep
 from megatron_eopt.step.state import MOMENTUM_BUFFER, StateTensor
-from megatron_eopt.step.step_form import step_form
-from megatron_eopt.step.step_kernels import StepKernels
 from megatron_eopt.step.users_functions import scales_of
-from megatron_eopt.step.users_step import users_step
 
 # methods by which users make updates of whole parameters or matrices
 OF_PARAMETERS = ("orthogonalize", "scaled_orthogonalize_fn", "orthogonalize_fn")
@@ -64,6 +64,7 @@ class MomentumOptimizer(BaseOptimizer):
     newton_schulz_calls: int = 0
 
     _session: Session[MomentumCache]
+    _streamed: Streamed | None = None
 
     def update(self, stack: MomentumStack) -> Rule:
         """An optimizer's algorithm."""
@@ -128,16 +129,15 @@ class MomentumOptimizer(BaseOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's; waits for state to reach host memory."""
-        if self._session.streamed is not None:
-            self._session.streamed.wait()
+        if self._streamed is not None:
+            self._streamed.wait()
         return super().state_dict()
 
     @property
     def streamed(self) -> Streamed:
         """Moves state between host memory and the device."""
-        session = self._session
-        session.streamed = session.streamed or Streamed(self.engine.device)
-        return session.streamed
+        self._streamed = self._streamed or Streamed(self.engine.device)
+        return self._streamed
 
     # The step.
 

@@ -1,0 +1,1 @@
+"""Steps of optimizers that orthogonalize momenta."""

@@ -4,6 +4,7 @@ They compare weights before a step with those after it. No step knows that it is
 """
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,20 +16,23 @@ from torch.optim.optimizer import Optimizer
 from megatron_eopt.optimizers.distributed_muon import DistributedMuon
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.optimizers.with_adamw import Muon
+from megatron_eopt.parallel.collectives import values_of
 from megatron_eopt.parallel.exchange import gather
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, name_of
 from megatron_eopt.settings.modifiers import is_cautious
 from megatron_eopt.step.base import BaseOptimizer
 from megatron_eopt.step.foreach import decay_power
-from megatron_eopt.step.parameters import local, parameters_in, sharing_groups
+from megatron_eopt.step.parameters import NAME, local, parameters_in, sharing_groups
 
 Metrics = dict[str, dict[str, float]]
-"""Optimizer -> figure of docs/metrics.md -> value."""
+"""Optimizer -> figure of docs/metrics.md -> value; and :data:`LAYERS` -> figure and kind of layer -> value."""
 
 Shares = Mapping[Tensor, float]
 """Parameter -> what part of it counts on this rank, so that all ranks together count it once."""
 
 _MOMENTA = ("momentum_buffer", "exp_avg", "exp_avg_fast", "momentum_sum")  # keys of state
+LAYERS = "layers"
+_MOST_KINDS = 12  # of layers; the others are one
 _SAMPLE = 2**26  # entries of weights that are compared on a rank, at most twice as many
 
 
@@ -90,7 +94,33 @@ class Sample:
             }
             if matrices:
                 metrics[name]["residual"] = residuals / matrices
+        layers = self._layers()
+        if layers:
+            metrics[LAYERS] = layers
         return metrics
+
+    def _layers(self) -> dict[str, float]:
+        """Norms of weights, and of what the step took from them over these, by kinds of layers."""
+        kind_of = {p: kind_of_layer(getattr(p, NAME)) for p in self._shares if hasattr(p, NAME)}
+        kinds = sorted(set(kind_of.values()))
+        world = dist.group.WORLD
+        if world is not None:  # a pipeline stage has not all
+            kinds = sorted(set().union(*values_of(range(world.size()), kinds, world)))
+        row_of = {kind: min(row, _MOST_KINDS) for row, kind in enumerate(kinds)}
+        shown = [*kinds[:_MOST_KINDS], "others"]
+        squares = torch.zeros(len(shown), 3, dtype=torch.float64, device=self._device)
+        for p, kind in kind_of.items():
+            after = self._sampled(p)
+            of_p = torch.stack([_square(p), _square(after), _square(self._entries[p] - after)])
+            squares[row_of[kind]] += self._shares[p] * of_p
+        if world is not None:
+            dist.all_reduce(squares)
+        layers = {}
+        for kind, (weights, sampled, moved) in zip(shown, squares.tolist(), strict=True):
+            if sampled:
+                layers[f"weight_norm of {kind}"] = math.sqrt(weights)
+                layers[f"update_ratio of {kind}"] = math.sqrt(moved / sampled)
+        return layers
 
     def _squares(self, optimizer: Optimizer) -> list[float]:
         """Squares of gradients, weights, momenta and updates, and the number of entries of these."""
@@ -136,6 +166,21 @@ class Sample:
         return (sum(found), len(found)) if moved.any() else (0.0, 0)
 
 
+def kind_of_layer(name: str) -> str:
+    """What layers of a model have in common: the name of a parameter's module, without its number.
+
+    Experts have a kind of their own; so do norms and biases, all together.
+    """
+    words = [word for word in name.split(".") if not word.isdecimal()]
+    if re.fullmatch(r"weight\d*", words[-1]) and len(words) > 1:
+        words.pop()
+    *path, last = words
+    if "norm" in last or "bias" in last:
+        return "norms and biases"
+    experts = next((word for word in path if word.endswith("experts")), None)
+    return f"{experts}.{last}" if experts else last
+
+
 def _copy(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
 
@@ -147,9 +192,11 @@ def _square(x: Tensor) -> Tensor:
 
 
 def line(metrics: Metrics) -> str:
-    """The figures for a log line."""
+    """The figures of optimizers, for a log line."""
     parts = []
     for name, figures in metrics.items():
+        if name == LAYERS:
+            continue
         shown = [f"{figure.replace('_', ' ').replace('rms', 'RMS')} {x:.3g}" for figure, x in figures.items()]
         parts.append(f"{name}: {', '.join(shown)}")
     return " | ".join(parts)

@@ -134,16 +134,49 @@ def test_an_adam_beside_the_matrices_has_figures_of_its_own():
     seen = watched(optimizer := build_optimizer(model, OptimizerConfig(name="muon", lr=0.02, muon_adam_lr=3e-3)))
     model(torch.arange(32)).square().sum().backward()
     optimizer.step()
-    assert seen[1].keys() == {"muon", "adam"}
+    assert seen[1].keys() == {"muon", "adam", "layers"}
     assert seen[1]["adam"]["learning_rate"] == 3e-3
     assert "residual" not in seen[1]["adam"]
     assert seen[1]["adam"]["update_rms"] == pytest.approx(1, rel=0.1)  # the first of AdamW
     assert "adam: learning rate 0.003, " in line(seen[1])
     total = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()]).item()
-    assert math.hypot(*(figures["grad_norm"] for figures in seen[1].values())) == pytest.approx(total, rel=1e-5)
+    assert math.hypot(*(seen[1][name]["grad_norm"] for name in ("muon", "adam"))) == pytest.approx(total, rel=1e-5)
 
 
-def test_a_shard_counts_once_and_what_all_ranks_have_by_its_share():
+def test_layers_of_one_kind_have_one_norm_and_one_ratio():
+    model = nn.ModuleList(nn.ModuleDict({"up": nn.Linear(16, 24), "norm": nn.LayerNorm(24)}) for _ in range(3))
+    seen = watched(optimizer := build_optimizer(model, OptimizerConfig(name="muon", lr=0.02)))
+    for layer in model:
+        layer["norm"](layer["up"](matrix(8, 16))).pow(4).sum().backward()
+    weights = [layer["up"].weight for layer in model]
+    before = [weight.detach().clone() for weight in weights]
+    optimizer.step()
+    norm = torch.nn.utils.get_total_norm(weights).item()
+    moved = torch.nn.utils.get_total_norm([a - b.detach() for a, b in zip(before, weights, strict=True)]).item()
+    layers = seen[1]["layers"]
+    assert layers["weight_norm of up"] == pytest.approx(norm)
+    assert layers["update_ratio of up"] == pytest.approx(moved / norm, rel=1e-4)
+    assert {key.partition(" of ")[2] for key in layers} == {"up", "norms and biases"}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("decoder.layers.3.mlp.linear_fc1.weight", "linear_fc1"),
+        ("decoder.layers.3.mlp.experts.linear_fc1.weight12", "experts.linear_fc1"),
+        ("model.layers.3.mlp.experts.gate_up_proj", "experts.gate_up_proj"),
+        ("decoder.layers.3.mlp.linear_fc1.layer_norm_weight", "norms and biases"),
+        ("decoder.final_layernorm.weight", "norms and biases"),
+        ("decoder.layers.0.self_attention.linear_qkv.bias", "norms and biases"),
+        ("0.weight", "weight"),
+    ],
+)
+def test_kinds_of_layers(name, kind):
+    assert metrics.kind_of_layer(name) == kind
+
+
+def test_a_shard_counts_once_and_what_all_ranks_have_by_its_share(monkeypatch):
+    monkeypatch.setattr(metrics, "values_of", lambda ranks, value, group: [value])  # a fake group brings nothing
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         mesh = init_device_mesh("cpu", (2,))

@@ -75,9 +75,12 @@ def draw(runs: dict[str, Curves], out: str | Path) -> None:
             axes = picture.add_subplot(rows, COLUMNS, (1, number) if number == first else number)
             for line in lines:
                 of_line = colors[line.run, line.optimizer]
-                (shown,) = axes.plot(*zip(*line.points, strict=True), color=of_line, linewidth=1.6)
+                style = (0, (4, 3)) if line.optimizer == "adam" else "-"  # equal rates do not hide each other
+                (shown,) = axes.plot(*zip(*line.points, strict=True), color=of_line, linewidth=1.6, linestyle=style)
                 if line.optimizer or not any(of == line.run and name for of, name in colors):
                     named.setdefault(label(line, len(runs)), shown)
+            if title == PANELS["learning_rate"]:
+                axes.set_yscale("log")  # those of two optimizers may be far apart
             axes.set_title(title, loc="left")
             axes.grid(color="#e4e4e4")
             axes.spines[["top", "right"]].set_visible(False)

@@ -65,7 +65,8 @@ def test_the_curves_are_those_of_the_run(alone):
 def test_figures_are_those_of_one_rank(alone, tmp_path, ranks, flags):
     expected, *_ = alone
     found, _ = written(tmp_path, ranks, "--log-interval", 2, "--micro-batch-size", 1, *flags)
-    tags = {tag for tag in expected if tag.startswith(("muon/", "adam/"))}
+    tags = {tag for tag in expected if tag.startswith(("muon/", "adam/", "layers/"))}
+    assert "layers/update_ratio of linear_fc2" in tags
     if flags == SHARED:  # each rank looks at a matrix of its own
         tags.remove("muon/residual")
     for tag in tags:

@@ -11,9 +11,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron_eopt.megatron import releases
+from megatron_eopt.megatron.consensus import log_rank0
 from megatron_eopt.megatron.wrappers import torch_optimizers, wrappers
 from megatron_eopt.metrics import Metrics, Sample, Shares, line
 from megatron_eopt.step.parameters import parameters_in
+
+SECOND_LOSS = (
+    "Megatron counts the loss of the first step after a start twice: its second lm loss is the mean of two steps, so "
+    "compare with the run before from the third on"
+)
 
 
 def interval_of(config: Any, args: Any) -> int:
@@ -34,6 +40,8 @@ def measure(optimizer: Any, model_chunks: Sequence[Any], interval: int, layer_wi
         steps += 1
         known = getattr(releases.training_args(), "curr_iteration", None)
         iteration = steps if known is None else known + 1
+        if steps == 1 and iteration > 1 and releases.training_args().log_interval == 1:
+            log_rank0(SECOND_LOSS)
         if iteration % interval:
             return step(*args, **kwargs)
         sample = Sample(list(torch_optimizers(optimizer)), shares(optimizer, layer_wise), device)

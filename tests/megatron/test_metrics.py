@@ -81,6 +81,7 @@ def test_an_interval_of_ones_own_and_none(tmp_path):
     assert_same_ranks(measured, plain)
     resumed, output = train(tmp_path / "resumed", 1, *RUN, "--load", tmp_path / "checkpoint", "--ckpt-step", 2)
     assert re.findall(r"^megatron_eopt: iteration +(\d+)", output, re.MULTILINE) == ["3", "4", "5", "6"]
+    assert "its second lm loss is the mean of two steps" in output
     assert_same_ranks(resumed, plain)
     said = refused(*RUN, "--optimizer-metrics-interval", -1)
     assert "--optimizer-metrics-interval: the value must be a whole number of at least 0, got -1" in said

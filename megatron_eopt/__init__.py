@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # type checkers and editors find the names where they are
     from megatron_eopt.optimizers import OrthogonalizedOptimizer as OrthogonalizedOptimizer
     from megatron_eopt.optimizers import factor_pairs as factor_pairs
     from megatron_eopt.optimizers.with_adamw import Muon as Muon
+    from megatron_eopt.optimizers.with_adamw import WithAdamW as WithAdamW
     from megatron_eopt.plain import OptimizerConfig as OptimizerConfig
     from megatron_eopt.plain import build_optimizer as build_optimizer
     from megatron_eopt.registry import EMERGING_OPTIMIZERS as EMERGING_OPTIMIZERS
@@ -25,13 +26,16 @@ if TYPE_CHECKING:  # type checkers and editors find the names where they are
     from megatron_eopt.registry import list_optimizers as list_optimizers
     from megatron_eopt.registry import register_optimizer as register_optimizer
     from megatron_eopt.settings.execution import Execution as Execution
+    from megatron_eopt.step.reporting import ReportingOptimizer as ReportingOptimizer
 
 _MODULES = {  # of the names that :mod:`megatron_eopt.family` has not
     "DistributedMuon": "optimizers",
     "Execution": "settings.execution",
     "OrthogonalizedOptimizer": "optimizers",
+    "ReportingOptimizer": "step.reporting",
     "factor_pairs": "optimizers",
     "Muon": "optimizers.with_adamw",
+    "WithAdamW": "optimizers.with_adamw",
     "OptimizerConfig": "plain",
     "build_optimizer": "plain",
     "EMERGING_OPTIMIZERS": "registry",

@@ -15,7 +15,7 @@ from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.optimizers.distributed_muon import DistributedMuon
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
-from megatron_eopt.optimizers.with_adamw import Muon
+from megatron_eopt.optimizers.with_adamw import WithAdamW
 from megatron_eopt.parallel.collectives import values_of
 from megatron_eopt.parallel.exchange import gather
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, name_of
@@ -246,7 +246,7 @@ def _sample(optimizers: Sequence[Optimizer]) -> Sample:
     inner = list[Optimizer]()
     collection = None
     for outer in optimizers:
-        if isinstance(outer, Muon):
+        if isinstance(outer, WithAdamW):
             inner += [part for part in (outer.matrices, outer.adamw) if part is not None]
         else:
             inner.append(outer)

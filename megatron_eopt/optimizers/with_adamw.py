@@ -1,16 +1,16 @@
 """Muon, or another optimizer of matrices, with AdamW inside."""
 
 import inspect
-import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, Self
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import AdamW
-from torch.optim.optimizer import Optimizer, ParamsT
+from torch.optim.optimizer import ParamsT
 
+from megatron_eopt.optimizers.adamw import AdamW, state_tensors
 from megatron_eopt.optimizers.heavy_ball_muon import HeavyBallMuon
 from megatron_eopt.settings.groups import plain, warn, warn_of_idle
 from megatron_eopt.settings.of_class import check_values, settings_of
@@ -27,9 +27,10 @@ from megatron_eopt.step.loaded_state import (
     name_in_states,
     warn_reinitialized,
 )
-from megatron_eopt.step.nonfinite import Flag, WithoutGradients, check_gradients
+from megatron_eopt.step.nonfinite import Flag, check_gradients
 from megatron_eopt.step.ownership import ownership
 from megatron_eopt.step.parameters import check_parameters, check_scalable, parameter_names, parameters_in
+from megatron_eopt.step.reporting import ReportingOptimizer
 from megatron_eopt.step.state import STATE_OF, StateTensor, forget_replaced
 
 # In AdamW's groups: their first rate, and that of the first group of matrices at that time.
@@ -39,62 +40,40 @@ ADAM_LR_AT = "adam_lr_at"
 _RATES = (Setting(ADAM_LR, check=AT_LEAST_0), Setting(ADAM_LR_AT, check=AT_LEAST_0))
 OF_ADAMW = {record.name: record for record in (RECORDS["lr"], RECORDS["weight_decay"], *ADAM, *_RATES)}
 
-_STEP = StateTensor("step", (), dtype=torch.float32, non_negative=True)
-
 Group = dict[str, Any]
 State = MutableMapping[Tensor, dict[str, Any]]
 
 
 class JoinedState(State):
-    """The state of two optimizers as one, each parameter's where it is stepped.
+    """The state of two optimizers as one, each parameter's where it is stepped."""
 
-    As torch's, it makes what is asked for by ``state[parameter]``, and not by ``get`` or ``in``.
-    """
-
-    def __init__(self, matrices: Optimizer, rest: Optimizer) -> None:
-        self.matrices = matrices.state
-        self.rest = rest.state
-        self._groups_of_rest = rest.param_groups
-
-    def _of(self, parameter: Tensor) -> State:
-        if parameter in self.matrices or parameter in self.rest:
-            return self.rest if parameter in self.rest else self.matrices
-        of_rest = any(parameter is p for p in parameters_in(self._groups_of_rest))
-        return self.rest if of_rest else self.matrices
-
-    def __contains__(self, parameter: object) -> bool:
-        return parameter in self.matrices or parameter in self.rest
-
-    def get(self, parameter: Tensor, default: Any = None) -> Any:
-        """A parameter's state, if there is one."""
-        return self._of(parameter).get(parameter, default)
-
-    def pop(self, parameter: Tensor, *default: Any) -> Any:
-        """Take a parameter's state out."""
-        return self._of(parameter).pop(parameter, *default)
-
-    def setdefault(self, parameter: Tensor, state: Any = None) -> Any:
-        """A parameter's state, set if there is none."""
-        return self._of(parameter).setdefault(parameter, state)
+    def __init__(self, matrices: State, adamw: State, of_adamw: Sequence[Tensor]) -> None:
+        self._matrices = matrices
+        self._adamw = adamw
+        self._of_adamw = of_adamw
 
     def __getitem__(self, parameter: Tensor) -> dict[str, Any]:
-        return self._of(parameter)[parameter]
+        state = self._adamw if parameter in self._adamw else self._matrices
+        if parameter not in state:  # to ask for it would make it
+            raise KeyError(parameter)
+        return state[parameter]
 
     def __setitem__(self, parameter: Tensor, state: dict[str, Any]) -> None:
-        self._of(parameter)[parameter] = state
+        is_adamws = any(parameter is p for p in self._of_adamw)
+        (self._adamw if is_adamws else self._matrices)[parameter] = state
 
     def __delitem__(self, parameter: Tensor) -> None:
-        del self._of(parameter)[parameter]
+        del (self._adamw if parameter in self._adamw else self._matrices)[parameter]
 
     def __iter__(self) -> Iterator[Tensor]:
-        return itertools.chain(self.matrices, self.rest)
+        return chain(self._matrices, self._adamw)
 
     def __len__(self) -> int:
-        return len(self.matrices) + len(self.rest)
+        return len(self._matrices) + len(self._adamw)
 
 
 class JoinedGroups(list[Group]):
-    """The groups of two optimizers, made anew whenever they are read."""
+    """The groups of two optimizers, whose lists these are."""
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
         """Refuse a change, which neither optimizer would have."""
@@ -110,23 +89,12 @@ class JoinedGroups(list[Group]):
         return list, (list(self),)  # whose items a copy appends
 
 
-class Muon(Optimizer):
-    """Muon for matrices, AdamW for the rest: one torch optimizer.
+class WithAdamW(ReportingOptimizer):
+    """An optimizer of matrices, with AdamW for the rest: one torch optimizer.
 
-    For a matrix ``W`` (m x n) with gradient ``g``, in this order:
-
-    1. ``M <- momentum M + g``, kept as ``momentum_buffer``;
-    2. ``W <- (1 - lr weight_decay) W``;
-    3. ``W <- W - lr max(1, m/n)^0.5 O``, with ``O`` the orthogonal factor of ``M`` by ``ns_steps`` steps of
-       ``X <- a X + (b A + c A^2) X``, ``A = X X^T``, from ``M / |M|_F``; (a, b, c) = (3.4445, -4.7750, 2.0315) [1].
-
-    DTensors are orthogonalized as whole matrices. More than two dimensions are read as a matrix, the first one times
-    the rest; a declared stack stays one. :meth:`around` takes another optimizer of matrices in place of Muon.
-
-    ``param_groups`` are the groups of the matrices, then those of AdamW; groups that :meth:`add_param_group` adds come
-    last. A group of matrices has its ``lr``, ``momentum``, ``weight_decay`` and ``ns_steps``; a changed value is in
-    force in the next step. The ``lr`` that a group has is its rate. If all groups are given one ``lr``, as by a loop,
-    it is the rate of the matrices, and the step sets those of AdamW::
+    ``param_groups`` are the groups of the matrices, then those of AdamW; groups that :meth:`add_param_group` adds, of
+    matrices, come last. A changed value is in force in the next step. The ``lr`` that a group has is its rate. If all
+    groups are given one ``lr``, as by a loop, it is the rate of the matrices, and the step sets those of AdamW::
 
         lr of a group of AdamW = adam_lr * (lr of the matrices / adam_lr_at)
 
@@ -139,6 +107,258 @@ class Muon(Optimizer):
     A step with a gradient that is not finite, or above 2^50 in norm, is skipped, of matrices and of the rest. On a GPU
     AdamW is torch's fused one, which skips a step without asking the host. torch's ``GradScaler`` unscales both, and
     skips both steps.
+
+    Args:
+        matrices: any of this package's, with at least one parameter.
+        adam_params: all other parameters, or groups of them with their own ``lr``, ``betas``, ``eps`` or
+            ``weight_decay`` (else torch's 0.01). May be empty.
+        adam_settings: arguments of ``torch.optim.AdamW``.
+
+    Attributes:
+        adamw: ``torch.optim.AdamW``; None where it has no parameters.
+
+    Raises:
+        ValueError: for a setting of AdamW out of its range, and for a parameter that is in both.
+    """
+
+    _matrices: BaseOptimizer
+    adamw: AdamW | None
+
+    def __init__(self, matrices: BaseOptimizer, adam_params: ParamsT, adam_settings: Mapping[str, Any]) -> None:
+        self._matrices = matrices
+        self.adamw = _adamw_of(self._of_adamw, list(adam_params), adam_settings)
+        self._groups_at_first = len(matrices.param_groups)
+        # torch's constructor would set state and groups, which are those of the two
+        self.__setstate__({"defaults": dict(matrices.defaults)})
+        if not matrices._parameters():
+            raise ValueError(f"{self._called} needs at least one matrix: for all else take torch.optim.AdamW")
+        if self.adamw is not None:
+            self.adamw.param_groups[0][ADAM_LR_AT] = float(matrices.param_groups[0]["lr"])
+        beside = {}
+        for number, group in enumerate(self._adam_groups):
+            check_parameters(self._of_adamw, self._adam_groups[: number + 1])
+            for key, x in plain(group).items():
+                beside[f"AdamW's {key} of group {number}"] = x
+        matrices._session.adamw_settings = beside
+        self._check_apart(matrices._parameters())
+
+    @property
+    def matrices(self) -> BaseOptimizer:
+        """The optimizer of matrices."""
+        return self._matrices
+
+    @property
+    def _called(self) -> str:
+        return type(self.matrices).__name__
+
+    @property
+    def _of_adamw(self) -> str:
+        return f"AdamW in {self._called}"
+
+    def __repr__(self) -> str:
+        return super().__repr__().replace(type(self).__name__, self._called, 1)
+
+    def __getstate__(self) -> dict[str, Any]:
+        names = ("defaults", "_matrices", "adamw", "_groups_at_first")
+        return {name: getattr(self, name) for name in names}
+
+    def explain(self) -> str:
+        """Which parameters are the matrices', and which AdamW's, at which rates."""
+        return ownership(filter(None, (self.matrices, self.adamw)))
+
+    def skipped_steps(self) -> int:
+        """How many steps of both were skipped; waits for the device."""
+        return self.matrices.skipped_steps()
+
+    # Groups and rates.
+
+    @property
+    def param_groups(self) -> list[Group]:  # type: ignore[override]
+        """Groups of the matrices, those of AdamW, and those that were added."""
+        of_matrices = self.matrices.param_groups
+        first = self._groups_at_first
+        return JoinedGroups([*of_matrices[:first], *self._adam_groups, *of_matrices[first:]])
+
+    @property
+    def _adam_groups(self) -> list[Group]:
+        if self.adamw is None:
+            return []
+        groups = self.adamw.param_groups
+        for group in groups:  # users may add one to AdamW
+            if ADAM_LR not in group:
+                group[ADAM_LR] = float(group["lr"])  # a tensor may be changed in place
+            group.setdefault(ADAM_LR_AT, groups[0][ADAM_LR_AT])
+            group.setdefault(STATE_OF, name_in_states(type(self.matrices)))
+        return groups
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group of matrices."""
+        self.matrices.add_param_group(param_group)
+        try:
+            self._check_apart(self.matrices.param_groups[-1]["params"])
+        except ValueError:
+            self.matrices.param_groups.pop()
+            raise
+
+    def _check_apart(self, matrices: Sequence[Tensor]) -> None:
+        if not set(matrices).isdisjoint(parameters_in(self._adam_groups)):
+            raise ValueError("some parameters appear in more than one parameter group: they are AdamW's already")
+
+    def _set_rates(self) -> None:
+        """Take one rate of all groups for that of the matrices."""
+        groups = self.param_groups
+        lr, first = groups[0]["lr"], groups[0].get("initial_lr")
+        if any(isinstance(group["lr"], Tensor) and group["lr"].is_cuda for group in groups):
+            return  # to compare them would wait for the device
+        if any(group["lr"] != lr or group.get("initial_lr") != first for group in groups):
+            return
+        for group in self._adam_groups:
+            if group[ADAM_LR_AT] > 0:
+                group["lr"] = group[ADAM_LR] * (lr / group[ADAM_LR_AT])
+
+    # The step.
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        if not self.matrices._session.scalable:
+            check_scalable(self.param_groups, self.matrices.pg_collection)
+        return self.matrices._step_supports_amp_scaling
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """Step the matrices, then AdamW; both check their gradients before."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        groups = self._adam_groups  # AdamW would refuse them when the matrices have made their step
+        for group in groups:
+            check_values(self._of_adamw, OF_ADAMW, group)
+        check_gradients(self._of_adamw, parameters_in(groups), groups, False)
+        session = self.matrices._session
+        session.after_step = self._step_adamw
+        session.after_step_groups = groups
+        try:
+            self.matrices.step()
+        finally:
+            session.after_step = None
+            session.after_step_groups = ()
+        return loss
+
+    def _step_adamw(self, ok: Flag) -> None:
+        if self.adamw is not None:
+            self.matrices._session.changing = True
+            self._set_rates()
+            self.adamw.step_if(ok)
+
+    # State.
+
+    @property  # type: ignore[override]
+    def state(self) -> State:
+        """State of all parameters, made when it is first read."""
+        if not self.matrices.state:  # torch.distributed.checkpoint would make a step to have it
+            self.init_state()
+        return self._state
+
+    @state.setter
+    def state(self, state: State) -> None:
+        self.matrices.state = defaultdict(dict)
+        if self.adamw is not None:
+            self.adamw.state = defaultdict(dict)
+        self._state.update(state)
+
+    @property
+    def _state(self) -> State:
+        if self.adamw is None:
+            return self.matrices.state
+        return JoinedState(self.matrices.state, self.adamw.state, parameters_in(self.adamw.param_groups))
+
+    def init_state(self) -> None:
+        """Create all state, as a checkpoint load needs it."""
+        self.matrices.init_state()
+        if self.adamw is not None:
+            forget_replaced(self._of_adamw, self.adamw.state, parameters_in(self._adam_groups))
+            self.adamw.init_state()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return both states: see the class."""
+        self.matrices.refuse_half_step()
+        self.init_state()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load both states.
+
+        Raises:
+            TypeError: if it has anything else in place of a tensor.
+            ValueError: as the optimizer of matrices, and for groups or state of AdamW that do not fit.
+
+        Nothing is changed then.
+        """
+        state_dict = hooked(self, self._called, state_dict)
+        if any("ns_coefficients" in group for group in state_dict["param_groups"]):
+            raise ValueError(
+                f"{self._called} cannot load a state of torch.optim.Muon, whose momentum is another: "
+                "TensorParallelMuon loads it"
+            )
+        of_matrices, of_adamw = _by_optimizer({**state_dict, "state": apart(state_dict["state"])})
+        check_writer(type(self.matrices), of_matrices)
+        self._check_adamw(of_adamw)
+        self.matrices.load_state_dict(of_matrices)
+        if self.adamw is not None:
+            self.adamw.load_state_dict(of_adamw)
+        hook_loaded(self)
+
+    def _check_adamw(self, of_adamw: Mapping[str, Any]) -> None:
+        """Refuse groups and state that AdamW could not go on from."""
+        groups = self._adam_groups
+        if groups and not of_adamw["param_groups"]:
+            raise ValueError(
+                f"{self._called} has AdamW inside, and the state has none: that of another optimizer, such as AdamW "
+                "for all parameters, has no momenta for matrices. Load the weights alone, and begin with fresh state. "
+                "optimizer.matrices.load_state_dict takes a state of the matrices alone"
+            )
+        own = [len(group["params"]) for group in groups]
+        saved = [len(group["params"]) for group in of_adamw["param_groups"]]
+        if own != saved:
+            raise ValueError(
+                f"{self._called} has AdamW inside with groups of {own} parameters, but the state dict has {saved}: "
+                "build the optimizer for the model as it was, or load what there is of the matrices by "
+                "optimizer.matrices.load_state_dict"
+            )
+        for group in of_adamw["param_groups"]:
+            check_values(self._of_adamw, OF_ADAMW, group)
+        parameters = parameters_in(self.param_groups)
+        called = dict(zip(parameters, parameter_names(self.param_groups), strict=True))
+        described: dict[Tensor, list[StateTensor]] = {}
+        loaded = []
+        lacking = []
+        for group, of_group in zip(groups, of_adamw["param_groups"], strict=True):
+            for parameter, index in zip(group["params"], of_group["params"], strict=True):
+                described[parameter] = state_tensors(of_group)
+                if index in of_adamw["state"]:
+                    loaded.append((parameter, of_adamw["state"][index]))
+                elif parameter.requires_grad:
+                    lacking.append(called[parameter])
+        check_loaded(self._of_adamw, loaded, described.__getitem__, self.matrices.matrix_layouts, called)
+        warn_reinitialized(self._of_adamw, lacking)
+
+
+class Muon(WithAdamW):
+    """Muon for matrices, AdamW for the rest: one torch optimizer.
+
+    For a matrix ``W`` (m x n) with gradient ``g``, in this order:
+
+    1. ``M <- momentum M + g``, kept as ``momentum_buffer``;
+    2. ``W <- (1 - lr weight_decay) W``;
+    3. ``W <- W - lr max(1, m/n)^0.5 O``, with ``O`` the orthogonal factor of ``M`` by ``ns_steps`` steps of
+       ``X <- a X + (b A + c A^2) X``, ``A = X X^T``, from ``M / |M|_F``; (a, b, c) = (3.4445, -4.7750, 2.0315) [1].
+
+    DTensors are orthogonalized as whole matrices. More than two dimensions are read as a matrix, the first one times
+    the rest; a declared stack stays one.
+
+    A group of matrices has its ``lr``, ``momentum``, ``weight_decay`` and ``ns_steps``. Groups, rates, state and steps
+    are those of :class:`WithAdamW`, which takes another optimizer of matrices in place of Muon.
 
     Args:
         muon_params: matrices, named ones or groups of them; embeddings and output layers better go below.
@@ -167,11 +387,6 @@ class Muon(Optimizer):
 
     [1] K. Jordan et al., Muon: An optimizer for hidden layers in neural networks (2024).
     """
-
-    matrices: BaseOptimizer
-    adamw: AdamW | None
-    # On the class, because torch leaves the attributes of an optimizer out of its pickles and copies.
-    _without_gradients: WithoutGradients | None = None  # groups of AdamW
 
     def __init__(
         self,
@@ -213,249 +428,7 @@ class Muon(Optimizer):
             "eps": adam_eps,
             "fused": adam_fused or None,  # False would also turn off what torch takes by itself
         }
-        self._join(muon, adam_params, adam_settings)
-
-    @classmethod
-    def around(cls, matrices: BaseOptimizer, adam_params: ParamsT, adam_settings: Mapping[str, Any]) -> Self:
-        """Combine an optimizer of matrices with AdamW for the rest.
-
-        Args:
-            matrices: any of this package's, with at least one parameter.
-            adam_params: as for :class:`Muon`.
-            adam_settings: arguments of ``torch.optim.AdamW``.
-
-        Raises:
-            ValueError: for a setting of AdamW out of its range, and for a parameter that is in both.
-        """
-        made = cls.__new__(cls)
-        made._join(matrices, adam_params, adam_settings)
-        return made
-
-    def _join(self, matrices: BaseOptimizer, adam_params: ParamsT, adam_settings: Mapping[str, Any]) -> None:
-        self.matrices = matrices
-        adamw = _adamw_of(self._of_adamw, list(adam_params), adam_settings)
-        # torch's constructor would set the groups, which are properties here
-        super().__setstate__({"defaults": dict(matrices.defaults), "adamw": adamw})
-        self._groups_at_first = len(matrices.param_groups)
-        if not matrices._parameters():
-            raise ValueError(f"{self._called} needs at least one matrix: for all else take torch.optim.AdamW")
-        if adamw is not None:
-            adamw.param_groups[0][ADAM_LR_AT] = float(matrices.param_groups[0]["lr"])
-        beside = {}
-        for number, group in enumerate(self._adam_groups):
-            check_parameters(self._of_adamw, self._adam_groups[: number + 1])
-            for key, x in plain(group).items():
-                beside[f"AdamW's {key} of group {number}"] = x
-        matrices._session.adamw_settings = beside
-        self._check_apart(matrices._parameters())
-
-    @property
-    def _called(self) -> str:
-        return type(self if isinstance(self.matrices, HeavyBallMuon) else self.matrices).__name__
-
-    @property
-    def _of_adamw(self) -> str:
-        return f"AdamW in {self._called}"
-
-    def __repr__(self) -> str:
-        return super().__repr__().replace(type(self).__name__, self._called, 1)
-
-    def __getstate__(self) -> dict[str, Any]:
-        names = ("defaults", "matrices", "adamw", "_groups_at_first")
-        return {name: getattr(self, name) for name in names}
-
-    # Groups and rates.
-
-    @property
-    def param_groups(self) -> list[Group]:  # type: ignore[override]
-        """Groups of the matrices, those of AdamW, and those that were added."""
-        of_matrices = self.matrices.param_groups
-        first = self._groups_at_first
-        return JoinedGroups([*of_matrices[:first], *self._adam_groups, *of_matrices[first:]])
-
-    @property
-    def _adam_groups(self) -> list[Group]:
-        if self.adamw is None:
-            return []
-        groups = self.adamw.param_groups
-        for group in groups:  # users may add one to AdamW
-            if ADAM_LR not in group:
-                group[ADAM_LR] = float(group["lr"])  # a tensor may be changed in place
-            group.setdefault(ADAM_LR_AT, groups[0][ADAM_LR_AT])
-            group.setdefault(STATE_OF, name_in_states(type(self.matrices)))
-        return groups
-
-    def explain(self) -> str:
-        """Which parameters are the matrices', and which AdamW's, at which rates."""
-        return ownership(filter(None, (self.matrices, self.adamw)))
-
-    def add_param_group(self, param_group: Group) -> None:
-        """Add a group of matrices."""
-        self.matrices.add_param_group(param_group)
-        try:
-            self._check_apart(self.matrices.param_groups[-1]["params"])
-        except ValueError:
-            self.matrices.param_groups.pop()
-            raise
-
-    def _check_apart(self, matrices: Sequence[Tensor]) -> None:
-        for group in self._adam_groups:
-            if not set(matrices).isdisjoint(group["params"]):
-                raise ValueError("some parameters appear in more than one parameter group: they are AdamW's already")
-
-    def _set_rates(self) -> None:
-        """Take one rate of all groups for that of the matrices."""
-        groups = self.param_groups
-        lr, first = groups[0]["lr"], groups[0].get("initial_lr")
-        if any(isinstance(group["lr"], Tensor) and group["lr"].is_cuda for group in groups):
-            return  # to compare them would wait for the device
-        if any(group["lr"] != lr or group.get("initial_lr") != first for group in groups):
-            return
-        for group in self._adam_groups:
-            if group[ADAM_LR_AT] > 0:
-                group["lr"] = group[ADAM_LR] * (lr / group[ADAM_LR_AT])
-
-    # The step.
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        if not self.matrices._session.scalable:
-            check_scalable(self.param_groups, self.matrices.pg_collection)
-        return self.matrices._step_supports_amp_scaling
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Step the matrices, then AdamW; both check their gradients before."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._sort_state()
-        groups = self._adam_groups  # AdamW would refuse them when the matrices have made their step
-        for group in groups:
-            check_values(self._of_adamw, OF_ADAMW, group)
-        parameters = parameters_in(groups)
-        check_gradients(self._of_adamw, parameters, groups, False)
-        if self._without_gradients is None:
-            self._without_gradients = WithoutGradients()
-        self._without_gradients.look(self._of_adamw, groups)
-        session = self.matrices._session
-        session.after_step = self._step_adamw
-        session.after_step_groups = groups
-        try:
-            self.matrices.step()
-        finally:
-            session.after_step = None
-            session.after_step_groups = ()
-        return loss
-
-    def _step_adamw(self, ok: Flag) -> None:
-        if self.adamw is None:
-            return
-        self.matrices._session.changing = True
-        self._set_rates()
-        if ok is not None:
-            _fuse(self.adamw)
-            self.adamw.found_inf = (~ok).float()  # type: ignore[attr-defined]
-        self.adamw.step()
-        self.adamw.found_inf = None  # type: ignore[attr-defined]
-
-    # State.
-
-    @property  # type: ignore[override]
-    def state(self) -> State:
-        """State of all parameters, made when it is first read."""
-        if not self.matrices.state:  # torch.distributed.checkpoint would make a step to have it
-            self.init_state()
-        if self.adamw is None:
-            return self.matrices.state
-        self._sort_state()
-        return JoinedState(self.matrices, self.adamw)
-
-    @state.setter
-    def state(self, state: State) -> None:
-        self.matrices.state = state if isinstance(state, defaultdict) else defaultdict(dict, state)
-        if self.adamw is not None:
-            self.adamw.state = defaultdict(dict)
-            self._sort_state()
-
-    def _sort_state(self) -> None:
-        """Give AdamW the state of its parameters, which may have been in no group when their state was set."""
-        if self.adamw is not None:
-            kept = self.matrices.state
-            for parameter in filter(kept.__contains__, parameters_in(self.adamw.param_groups)):
-                self.adamw.state[parameter] = kept.pop(parameter)
-
-    def init_state(self) -> None:
-        """Create all state, as a checkpoint load needs it."""
-        self.matrices.init_state()
-        if self.adamw is not None:
-            forget_replaced(self._of_adamw, self.adamw.state, parameters_in(self._adam_groups))
-            _init_adamw(self.adamw)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return both states: see the class."""
-        self.matrices.refuse_half_step()
-        self.init_state()
-        return super().state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load both states.
-
-        Raises:
-            TypeError: if it has anything else in place of a tensor.
-            ValueError: as the optimizer of matrices, and for groups or state of AdamW that do not fit.
-
-        Nothing is changed then.
-        """
-        state_dict = hooked(self, self._called, state_dict)
-        if any("ns_coefficients" in group for group in state_dict["param_groups"]):
-            raise ValueError(
-                f"{self._called} cannot load a state of torch.optim.Muon, whose momentum is another: "
-                "TensorParallelMuon loads it"
-            )
-        of_matrices, of_adamw = _by_optimizer({**state_dict, "state": apart(state_dict["state"])})
-        check_writer(type(self.matrices), of_matrices)
-        self._check_adamw(of_adamw)
-        self.matrices.load_state_dict(of_matrices)
-        if self.adamw is not None:
-            self.adamw.load_state_dict(dict(of_adamw))
-            lay_as_parameters(self.adamw)
-        hook_loaded(self)
-
-    def _check_adamw(self, of_adamw: Mapping[str, Any]) -> None:
-        """Refuse groups and state that AdamW could not go on from."""
-        groups = self._adam_groups
-        if groups and not of_adamw["param_groups"]:
-            raise ValueError(
-                f"{self._called} has AdamW inside, and the state has none: that of another optimizer, such as AdamW "
-                "for all parameters, has no momenta for matrices. Load the weights alone, and begin with fresh state. "
-                "optimizer.matrices.load_state_dict takes a state of the matrices alone"
-            )
-        own = [len(group["params"]) for group in groups]
-        saved = [len(group["params"]) for group in of_adamw["param_groups"]]
-        if own != saved:
-            raise ValueError(
-                f"{self._called} has AdamW inside with groups of {own} parameters, but the state dict has {saved}: "
-                "build the optimizer for the model as it was, or load what there is of the matrices by "
-                "optimizer.matrices.load_state_dict"
-            )
-        for group in of_adamw["param_groups"]:
-            check_values(self._of_adamw, OF_ADAMW, group)
-        parameters = parameters_in(self.param_groups)
-        called = dict(zip(parameters, parameter_names(self.param_groups), strict=True))
-        described: dict[Tensor, list[StateTensor]] = {}
-        loaded = []
-        lacking = []
-        for group, of_group in zip(groups, of_adamw["param_groups"], strict=True):
-            for parameter, index in zip(group["params"], of_group["params"], strict=True):
-                described[parameter] = [_STEP, *_moments(of_group)]
-                if index in of_adamw["state"]:
-                    loaded.append((parameter, of_adamw["state"][index]))
-                elif parameter.requires_grad:
-                    lacking.append(called[parameter])
-        check_loaded(self._of_adamw, loaded, described.__getitem__, self.matrices.matrix_layouts, called)
-        warn_reinitialized(self._of_adamw, lacking)
+        super().__init__(muon, adam_params, adam_settings)
 
 
 def _adamw_of(called: str, params: list[Any], settings: Mapping[str, Any]) -> AdamW | None:
@@ -482,41 +455,3 @@ def _by_optimizer(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
         {"state": {i: x for i, x in state.items() if i not in indices}, "param_groups": of_matrices},
         {"state": {i: x for i, x in state.items() if i in indices}, "param_groups": of_adamw},
     )
-
-
-def _fuse(adamw: AdamW) -> None:
-    """Let the fused kernel step, which takes a flag; it has the numbers of steps on the device."""
-    for group in adamw.param_groups:
-        if not group["fused"]:
-            group.update(fused=True, foreach=None)
-            for parameter in group["params"]:
-                if "step" in adamw.state.get(parameter, {}):
-                    adamw.state[parameter]["step"] = adamw.state[parameter]["step"].to(parameter.device)
-
-
-def lay_as_parameters(adamw: Optimizer) -> None:
-    """Lay loaded state as its parameters, as torch's fused AdamW takes it to lie."""
-    for parameter, state in adamw.state.items():
-        for key, x in state.items():
-            if isinstance(x, Tensor) and x.shape == parameter.shape and x.stride() != parameter.stride():
-                state[key] = torch.empty_like(parameter, dtype=x.dtype, requires_grad=False).copy_(x)
-
-
-@torch.inference_mode(False)
-def _init_adamw(adamw: AdamW) -> None:
-    """Create state that is missing, as torch's step would."""
-    for group in adamw.param_groups:
-        device = None if group["capturable"] or group["fused"] else "cpu"
-        for parameter in group["params"]:
-            state = adamw.state[parameter]
-            if "step" not in state:
-                state["step"] = torch.zeros((), dtype=torch.float32, device=device or parameter.device)
-                for tensor in _moments(group):
-                    state[tensor.key] = torch.zeros_like(parameter)
-
-
-def _moments(group: Group) -> list[StateTensor]:
-    keys = ["exp_avg", "exp_avg_sq"]
-    if group["amsgrad"]:
-        keys.append("max_exp_avg_sq")
-    return [StateTensor(key, non_negative=key != "exp_avg") for key in keys]

@@ -12,17 +12,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import AdamW
 from torch.optim.optimizer import Optimizer
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from megatron_eopt.family import DEFAULT_TP_MODE, OPTIMIZERS
 from megatron_eopt.matrices import ATTRIBUTE, tag_declared, warn_of_unmatched
 from megatron_eopt.optimizer_spec import OptimizerSpec
+from megatron_eopt.optimizers.adamw import AdamW
 from megatron_eopt.optimizers.heavy_ball_muon import HeavyBallMuon
 from megatron_eopt.optimizers.spectron import Spectron
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
-from megatron_eopt.optimizers.with_adamw import Muon, lay_as_parameters
+from megatron_eopt.optimizers.with_adamw import Muon, WithAdamW
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.plain import kinds
 from megatron_eopt.plain.kinds import Group, Rule, decays
@@ -33,6 +33,7 @@ from megatron_eopt.settings.execution import gathered
 from megatron_eopt.step.nonfinite import listed, warn_of_fp16
 from megatron_eopt.step.ownership import KIND, ownership
 from megatron_eopt.step.parameters import FLATTENED, FSDP1_MESSAGE, NAME, parameters_in
+from megatron_eopt.step.reporting import ReportingOptimizer
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ ADAM_LR = 3e-4  # beside an optimizer whose config names no rate
 _FUSED_ADAM = {"transformer_engine": "transformer_engine.pytorch.optimizers", "apex": "apex.optimizers"}
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig | Any) -> Optimizer:
+def build_optimizer(model: nn.Module, config: OptimizerConfig | Any) -> ReportingOptimizer:
     """Build the optimizer that a config names for a model.
 
     Weight decay is for trainable parameters of more than one dimension without "bias" in their name: these are the
@@ -75,7 +76,8 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig | Any) -> Optimize
             it is, so it may have further fields.
 
     Returns:
-        One ``torch.optim.Optimizer``; that of matrices has an AdamW for the rest inside.
+        One torch optimizer, which says what it does; that of matrices has an AdamW for the rest inside. A builder that
+        you registered returns what it makes.
 
     Raises:
         TypeError: for what is no config, and an unknown field.
@@ -121,9 +123,9 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig | Any) -> Optimize
         {"params": decayed, "weight_decay": weight_decay},
         {"params": others, "weight_decay": 0.0},
     ]
-    optimizer = builder(groups, config)
+    optimizer: Any = builder(groups, config)
     _check_built(optimizer_name, optimizer, trained)
-    table = optimizer.explain() if isinstance(optimizer, Muon) else ownership([optimizer])
+    table = optimizer.explain() if isinstance(optimizer, WithAdamW) else ownership([optimizer])
     frozen = len(named) - len(trained)
     _log(f"{optimizer_name}:\n{table}" + f"\n{counted(frozen, 'parameter')} frozen" * bool(frozen))
     return optimizer
@@ -176,7 +178,7 @@ def register_builders() -> None:
         register_optimizer(name)(partial(_build, name))
 
 
-def _build(name: str, groups: list[Group], config: Any) -> Optimizer:
+def _build(name: str, groups: list[Group], config: Any) -> ReportingOptimizer:
     filled = []
     for group in groups:
         if group["params"]:
@@ -187,22 +189,21 @@ def _build(name: str, groups: list[Group], config: Any) -> Optimizer:
     return build_of_row(OPTIMIZERS[name], filled, settings)
 
 
-def build_adamw(groups: list[Group], config: OptimizerConfig) -> Optimizer:
+def build_adamw(groups: list[Group], config: OptimizerConfig) -> ReportingOptimizer:
     """AdamW of torch, or the FusedAdam that ``config.fused`` names."""
     parameters = parameters_in(groups)
     _warn_of_fp16(parameters)
     betas = config.betas or ADAM_BETAS
     if not isinstance(config.fused, str):
         fused = _fused(parameters, config)
-        adamw = AdamW(groups, **_settings(config, AdamW, betas=betas, eps=config.eps, fused=fused))
-        adamw.register_load_state_dict_post_hook(lay_as_parameters)
-        return adamw
+        return AdamW(groups, **_settings(config, AdamW, betas=betas, eps=config.eps, fused=fused))
     check_choice("fused", config.fused, _FUSED_ADAM)
     adam = import_module(_FUSED_ADAM[config.fused]).FusedAdam
-    return adam(groups, **_settings(config, adam, betas=betas, eps=config.eps, adam_w_mode=True))
+    reporting: Any = type(adam.__name__, (ReportingOptimizer, adam), {})
+    return reporting(groups, **_settings(config, adam, betas=betas, eps=config.eps, adam_w_mode=True))
 
 
-def build_of_row(row: OptimizerSpec, groups: list[Group], config: OptimizerConfig) -> Optimizer:
+def build_of_row(row: OptimizerSpec, groups: list[Group], config: OptimizerConfig) -> ReportingOptimizer:
     """One optimizer, or one of matrices beside an AdamW."""
     of_matrices = HeavyBallMuon if row.cls is TensorParallelMuon else row.cls
     config = replace(config, options=gathered(of_matrices, config.options))
@@ -233,7 +234,7 @@ def build_of_row(row: OptimizerSpec, groups: list[Group], config: OptimizerConfi
         settings["weight_decay"] = 0.0
         matrices = [{**group, "weight_decay": 0.0} for group in matrices]
         _log(f"{config.name} bounds or keeps the norms of matrices: weight decay is for AdamW's parameters alone")
-    return Muon.around(row.cls(matrices, **settings), rest, adam)
+    return WithAdamW(row.cls(matrices, **settings), rest, adam)
 
 
 def _divided(

@@ -46,7 +46,7 @@ def settings_of(cls: type) -> Mapping[str, Setting]:
 @functools.cache
 def _settings_of(ours: Any) -> Mapping[str, Setting]:
     found = {}
-    inherited = _settings_of(ours.__base__) if is_ours(ours.__base__) else {}
+    inherited = _settings_of(ours.__base__) if hasattr(ours.__base__, "own_settings") else {}
     records = RECORDS | {record.name: record for record in ours.own_settings}
     for argument in arguments_of(ours.__init__):
         name = argument.name

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, overload
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import Optimizer, ParamsT
+from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.kernels.choice import check_kernel
 from megatron_eopt.kernels.precision import outside_autocast
@@ -65,6 +65,7 @@ from megatron_eopt.step.parameters import (
     scale_rows,
     sharing_groups,
 )
+from megatron_eopt.step.reporting import ReportingOptimizer
 from megatron_eopt.step.session import Session, StepCache
 from megatron_eopt.step.state import (
     STATE_OF,
@@ -87,7 +88,7 @@ def _session_of(cls: type) -> Session[Any]:
     return Session(planned=[key for key, setting in settings_of(cls).items() if setting.planned])
 
 
-class BaseOptimizer(Optimizer):
+class BaseOptimizer(ReportingOptimizer):
     """Base class: checked groups, described state, finite gradients only.
 
     Gradients are not written to. A parameter stays as it is where its gradient is missing, and all do where one is not
@@ -686,7 +687,7 @@ class BaseOptimizer(Optimizer):
         self._check_tags(parameters)
         self._check_gradients(parameters)
         self._warn_of_idle_keys()
-        session.without_gradients.look(type(self).__name__, self.param_groups)
+        session.without_gradients.look(type(self).__name__, [*self.param_groups, *session.after_step_groups])
         engine = session.engine
         if engine is None or session.engine_of != self._planned_settings():
             engine = self.prepare()

@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy
 from megatron_eopt import Execution, Lion, registry
 from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.matrices import concatenated, declare, undeclare
+from megatron_eopt.optimizers.adamw import AdamW
 from megatron_eopt.plain import OptimizerConfig, build_optimizer, kinds
 from megatron_eopt.registry import register_optimizer
 from tests.optimizers.family import decays
@@ -84,7 +85,7 @@ def test_decay_is_for_matrices_without_bias_in_their_name_and_frozen_ones_are_le
 @pytest.mark.parametrize("name", MATRIX_OPTIMIZERS)
 def test_a_model_of_vectors_alone_is_adamws_and_that_is_warned_of(name, caplog):
     optimizer = build(nn.LayerNorm(4), name, muon_adam_lr=3e-3, betas=(0.7, 0.8))
-    assert type(optimizer) is torch.optim.AdamW
+    assert type(optimizer) is AdamW
     (group,) = optimizer.param_groups
     assert (group["lr"], group["betas"], group["weight_decay"]) == (3e-3, (0.7, 0.8), 0.0)
     assert f"{name} is for hidden matrices, and the model has none" in caplog.text

@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, St
 
 from megatron_eopt import TensorParallelMuon
 from megatron_eopt.optimizers.scion import Scion
-from megatron_eopt.optimizers.with_adamw import Muon
+from megatron_eopt.optimizers.with_adamw import Muon, WithAdamW
 from megatron_eopt.orthogonalize.coefficients import get_coefficients
 from megatron_eopt.plain import OptimizerConfig, build_optimizer
 from tests.optimizers.field import assert_close_in_bf16
@@ -217,7 +217,7 @@ def test_after_a_gradient_that_is_not_finite_steps_are_as_ever(dtype, nesterov):
     run(reference, others, steps[:1])
     run(reference, others, steps[2:])
     assert all(torch.equal(p, q) for p, q in zip(params, others, strict=True))
-    assert optimizer.matrices.skipped_steps() == 1
+    assert optimizer.skipped_steps() == 1
 
 
 def test_a_gradient_that_adamw_refuses_moves_no_matrix():
@@ -241,7 +241,7 @@ def test_a_gradient_too_large_for_adamw_skips_the_step(bad, fused):
     run(made[0], both[0], [first, second, third])
     run(made[1], both[1], [first, third])
     assert all(map(torch.equal, *both))
-    assert made[0].matrices.skipped_steps() == 1
+    assert made[0].skipped_steps() == 1
 
 
 def test_large_and_empty_gradients_of_adamw_are_taken():
@@ -437,12 +437,12 @@ def test_a_state_of_torchs_muon_is_refused_by_name():
 
 def test_around_takes_what_adamw_needs_from_torchs_defaults():
     matrix, embedding = params = parameters((4, 4), (6, 4))
-    optimizer = Muon.around(Scion([matrix], lr=0.01, radius=1.0), [embedding], {"lr": 3e-3})
+    optimizer = WithAdamW(Scion([matrix], lr=0.01, radius=1.0), [embedding], {"lr": 3e-3})
     run(optimizer, params, gradients(params, 1))
     (group,) = optimizer.adamw.param_groups
     assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (3e-3, (0.9, 0.999), 1e-8, 0.01)
     with pytest.raises(ValueError, match=r"AdamW in Scion: lr must be a finite number of at least 0, got -1"):
-        Muon.around(Scion([matrix], lr=0.01, radius=1.0), [embedding], {"lr": -1})
+        WithAdamW(Scion([matrix], lr=0.01, radius=1.0), [embedding], {"lr": -1})
 
 
 def test_a_misspelt_setting_of_adamws_groups_is_named(caplog):

@@ -1,0 +1,32 @@
+"""What every optimizer of plain torch says of itself."""
+
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from megatron_eopt.step.ownership import ownership
+from megatron_eopt.step.parameters import local
+
+
+class ReportingOptimizer(Optimizer):
+    """A torch optimizer that says what it does, as ``build_optimizer`` returns it."""
+
+    @property
+    def matrices(self) -> "ReportingOptimizer":
+        """The optimizer of matrices: one of the two inside, or itself."""
+        return self
+
+    def skipped_steps(self) -> int:
+        """How many steps were skipped, as gradients were not finite; waits for the device.
+
+        torch's AdamW by itself looks at none, and skips none.
+        """
+        return 0
+
+    def state_bytes(self) -> int:
+        """Bytes of the state that this rank has now; the first step makes what is missing."""
+        states = self.state.values()
+        return sum(local(x).nbytes for state in states for x in state.values() if isinstance(x, Tensor))
+
+    def explain(self) -> str:
+        """Which parameters it has, at which rates; Muon and its relatives say how they exchange them, on all ranks."""
+        return ownership([self])

@@ -19,7 +19,6 @@ from megatron_eopt.optimizers.with_adamw import WithAdamW
 from megatron_eopt.parallel.collectives import values_of
 from megatron_eopt.parallel.exchange import gather
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, name_of
-from megatron_eopt.settings.modifiers import is_cautious
 from megatron_eopt.step.base import BaseOptimizer
 from megatron_eopt.step.foreach import decay_power
 from megatron_eopt.step.parameters import NAME, local, parameters_in, sharing_groups
@@ -149,9 +148,10 @@ class Sample:
             return 0.0, 0
         index, parameter, before = self._middle[optimizer]
         group = optimizer.group_of(parameter)
-        method = optimizer.decay_method(group)
+        modifiers = optimizer.modifiers_of(group)
+        method = modifiers.decay_method
         moved = update = before - local(parameter)
-        if method != "l2" and not is_cautious(group):
+        if method != "l2" and not modifiers.cautious_weight_decay:
             update = moved - decay_power(float(group["lr"]), method) * float(group["weight_decay"]) * before
         engine = optimizer.prepare()
         found = list[float]()

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron_eopt.settings.groups import DECOUPLED, METHOD
-from megatron_eopt.settings.modifiers import INSTEAD_OF_DECAY, holds, is_cautious, modifiers_in, moment2_of, sizes
+from megatron_eopt.settings.modifiers import INSTEAD_OF_DECAY, GroupModifiers
 from megatron_eopt.settings.records import SCALE, names_of
 from megatron_eopt.step.momenta.momentum_optimizer import OF_PARAMETERS
 from megatron_eopt.step.parameters import check_shard
@@ -20,27 +20,19 @@ DECIDED_BY = {"num_ns_steps": OF_MATRICES, "coefficient_type": OF_MATRICES} | di
 """Settings of a group -> functions of the user's that decide in their place."""
 
 
-def check_lacking(optimizer: Any, group: Mapping[str, Any]) -> None:
-    """Refuse a group's modifier that the optimizer lacks."""
-    for key in modifiers_in(group):
-        if key not in optimizer.defaults:
-            raise ValueError(f"{type(optimizer).__name__} has no {key}, got {group[key]!r}: take it out of the group")
-
-
-def check_scale(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+def check_scale(modifiers: GroupModifiers, settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
     """Refuse settings of the scale, unlike ``defaults``, where a modifier sizes updates."""
-    rule = sizes(settings)
     for key in names_of(SCALE):
-        if rule and key in defaults and settings[key] != defaults[key]:
+        if modifiers.size and key in defaults and settings[key] != defaults[key]:
             raise ValueError(
-                f"{key} has no effect here, got {settings[key]!r}: the size of an update is {rule}; set lr, take the "
-                f"setting away"
+                f"{key} has no effect here, got {settings[key]!r}: the size of an update is {modifiers.size}; set lr, "
+                f"take the setting away"
             )
 
 
 def check_decided(optimizer: Any, group: Mapping[str, Any]) -> None:
     """Refuse settings of a group, unlike the optimizer's, in whose place something else decides."""
-    check_scale(group, optimizer.defaults)
+    check_scale(optimizer.modifiers_of(group), group, optimizer.defaults)
     for key, functions in DECIDED_BY.items():
         users = optimizer._overridden(*functions)
         if users and key in optimizer.defaults and group[key] != optimizer.defaults[key]:
@@ -52,7 +44,7 @@ def check_decided(optimizer: Any, group: Mapping[str, Any]) -> None:
 def check_functions(optimizer: Any, group: Mapping[str, Any]) -> None:
     """Refuse functions of the user's that do not go with other settings."""
     name = type(optimizer).__name__
-    rule = optimizer.size_rule or sizes(group)
+    rule = optimizer.size_rule or optimizer.modifiers_of(group).size
     if rule and optimizer._overridden("scale_factor_fn"):
         raise ValueError(f"scale_factor_fn has no effect here: the size of an update is {rule}; set lr")
     users = optimizer._overridden(*OF_PARAMETERS)
@@ -68,9 +60,10 @@ def check_functions(optimizer: Any, group: Mapping[str, Any]) -> None:
 def check_second_moment(optimizer: Any, group: Mapping[str, Any]) -> None:
     """Refuse a second moment of updates that a user's function makes."""
     users = optimizer._overridden(*OF_PARAMETERS)
-    if users and moment2_of(group) != "none":
+    method = optimizer.modifiers_of(group).moment2_method
+    if users and method != "none":
         raise ValueError(
-            f"{type(optimizer).__name__} has an {users[0]} of its own, and moment2_method {group['moment2_method']!r} "
+            f"{type(optimizer).__name__} has an {users[0]} of its own, and moment2_method {method!r} "
             f"needs the orthogonal factors of all matrices together: leave the setting away, or take "
             f"TensorParallelAdaptiveMuon"
         )
@@ -108,19 +101,20 @@ def check_shards(optimizer: Any, parameter: Tensor, called: str) -> None:
 def check_decay(optimizer: Any, group: Mapping[str, Any]) -> None:
     """Refuse a group's weight decay that does not go with its other settings."""
     name = type(optimizer).__name__
-    method = optimizer.decay_method(group)
+    modifiers = optimizer.modifiers_of(group)
+    method = modifiers.decay_method
     decays = isinstance(group["weight_decay"], Tensor) or group["weight_decay"] != 0
-    if moment2_of(group) == "namo" and decays and method == "l2":
+    if modifiers.moment2_method == "namo" and decays and method == "l2":
         raise ValueError(
             f"{name}: namo compares the norms of gradient and momentum, which L2 decay would add to: take "
             f"use_decoupled_weight_decay=True, or weight_decay=0 instead of {group['weight_decay']}"
         )
-    if is_cautious(group) and method == "l2":
+    if modifiers.cautious_weight_decay and method == "l2":
         raise ValueError(
             f"{name}: cautious_weight_decay compares signs of weights and updates, of which l2 decay is a part: "
             f"take another {METHOD}, or leave it off"
         )
-    if optimizer.decays_weights and not holds(group):
+    if optimizer.decays_weights and not modifiers.holds:
         return
     instead_of_decay = optimizer.instead_of_decay
     if not instead_of_decay:

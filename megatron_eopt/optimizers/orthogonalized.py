@@ -11,7 +11,7 @@ from torch.optim.optimizer import ParamsT
 from megatron_eopt.kernels.precision import MatmulPrecision
 from megatron_eopt.matrices import declared_split, experts
 from megatron_eopt.parallel.layout import local_rows, on_one_rank
-from megatron_eopt.settings.groups import DECOUPLED
+from megatron_eopt.settings.groups import DECOUPLED, METHOD, check_decay_method
 from megatron_eopt.settings.records import EXECUTION, DecayMethod, Setting, names_of
 from megatron_eopt.settings.values import BELOW_1
 from megatron_eopt.step.base import BaseOptimizer
@@ -144,7 +144,8 @@ class OrthogonalizedOptimizer(MomentumOptimizer):
     # Groups.
 
     def _check_together(self, group: Mapping[str, Any]) -> None:
-        self.decay_method(group)
+        if METHOD in self.defaults:
+            check_decay_method(type(self).__name__, group)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         for parameter, called in zip(group["params"], names_of_last(self.param_groups, shapes=False), strict=True):

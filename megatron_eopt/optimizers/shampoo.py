@@ -79,7 +79,7 @@ class Preconditioning(FactoredOptimizer):
         ),
         Setting("basis_method", "How eigenbases are refreshed."),
         Setting("scale_mode", "How the size of an update follows from the shape."),
-        Setting("weight_norm", "Whether every matrix keeps the norm that it starts with."),
+        Setting("weight_norm", "Whether every matrix keeps the norm that it starts with.", planned=True),
         Setting(
             "max_dim", "The longest side that has a factor; a matrix without one is refused.", count(0), planned=True
         ),

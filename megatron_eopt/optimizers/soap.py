@@ -126,7 +126,7 @@ class SOAP(FactoredOptimizer):
         Setting("basis_of", "Whether a gradient is seen in a basis made before it, as published, or with it."),
         Setting("basis_method", "How bases are refreshed."),
         Setting("sort_bases", "Whether eigenvalues are sorted before a refresh, as published, or after it."),
-        Setting("weight_norm", "Whether every matrix keeps the norm that it starts with (KL-SOAP-H)."),
+        Setting("weight_norm", "Whether every matrix keeps the norm that it starts with (KL-SOAP-H).", planned=True),
         Setting("nesterov", "Whether the first moment looks ahead."),
         Setting("orthogonalize", "Updates are orthogonalized (SOAP-Muon)."),
         Setting(

@@ -23,7 +23,6 @@ from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import Layout, cut_over, shared_out
 from megatron_eopt.parallel.plan_records import Matrix, TpMode
-from megatron_eopt.settings import modifiers
 from megatron_eopt.settings.execution import Execution
 from megatron_eopt.settings.groups import (
     DECOUPLED,
@@ -33,7 +32,7 @@ from megatron_eopt.settings.groups import (
     note_short_schedule,
     warn,
 )
-from megatron_eopt.settings.modifiers import Modified
+from megatron_eopt.settings.modifiers import GroupModifiers
 from megatron_eopt.settings.of_class import settings_of
 from megatron_eopt.settings.records import DecayMethod, Moment2Method, RelativeUpdate, WeightNorm
 from megatron_eopt.step import held_norms
@@ -197,7 +196,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             # True by default, which does not contradict what is said of the method
             values[DECOUPLED] = values[METHOD] != "l2" and values[DECOUPLED]
         known = settings_of(type(self))
-        muon_checks.check_scale(values, {key: setting.default for key, setting in known.items()})
+        modifiers = GroupModifiers.of(values, known)
+        muon_checks.check_scale(modifiers, values, {key: setting.default for key, setting in known.items()})
 
     # The step.
 
@@ -210,18 +210,15 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     @property
     def keeps_momenta(self) -> bool:
         """Whether a group compares norms of momenta, as NAMO does."""
-        return any(modifiers.moment2_of(group) == "namo" for group in self.param_groups)
-
-    def _modified(self, group: Mapping[str, Any]) -> Modified:
-        return modifiers.modified(group, self.decay_method(group))
+        return any(self.modifiers_of(group).moment2_method == "namo" for group in self.param_groups)
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """The momentum, held norms of matrices, and second moments."""
         tensors = super().state_tensors(parameter)
-        group = self.group_of(parameter)
-        if modifiers.holds(group):
+        modifiers = self.modifiers_of(self.group_of(parameter))
+        if modifiers.holds:
             tensors += held_norms.radius_tensors(self.key_ends(parameter), optional=self._is_free("weight_norm"))
-        method = modifiers.moment2_of(group)
+        method = modifiers.moment2_method
         if method != "none":
             ends = self.key_ends(parameter)
             layouts = self.matrix_layouts(parameter)
@@ -234,7 +231,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     def scale_rows(self, parameters: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
         """Also scale the norms that matrices keep."""
-        held = [p for p in parameters if modifiers.holds(self.group_of(p))]
+        held = [p for p in parameters if self.modifiers_of(self.group_of(p)).holds]
         with held_norms.followed(self, held):
             super().scale_rows(parameters, factors)
 
@@ -330,17 +327,18 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     def predicted_rms(self, rows: int, cols: int, group: Mapping[str, Any] | None = None) -> float | None:
         """RMS of first updates before ``lr``; None where gradients or a user's function decide."""
         group = group or self.defaults
+        modifiers = self.modifiers_of(group)
         users = self._overridden(*OF_PARAMETERS, "scale_factor_fn", "update")
-        if self.measures or users or modifiers.needs_norm(group):
+        if self.measures or users or modifiers.needs_norm:
             return None
         if 0 in (rows, cols):
             return 0.0
         scale = self._scale(group, rows, cols)
         muon_rms = scale / sqrt(max(rows, cols))
         rms = muon_rms
-        if modifiers.moment2_of(group) != "none":
-            rms = second_moment.first_rms(group, muon_rms, scale)
-        bound = modifiers.bound_of(group)
+        if modifiers.moment2_method != "none":
+            rms = second_moment.first_rms(group, modifiers, muon_rms, scale)
+        bound = modifiers.max_update_rms
         return min(rms, bound) if bound else rms
 
     def explain(self) -> str:
@@ -406,7 +404,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         """The scale of a group's matrices; None for 1."""
         if self._overridden("scale_factor_fn"):
             return self.scale_factor_fn
-        if self.measures or modifiers.sizes(group):
+        if self.measures or self.modifiers_of(group).size:
             return None
         return partial(self._scale, group)
 
@@ -418,14 +416,6 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         if self.execution.momentum_dtype is not None:
             self.param_groups[-1].setdefault(MOMENTUM_STEPS, 0)
 
-    def _groups_to_load(self, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        groups = super()._groups_to_load(saved)
-        for group in groups:  # of an optimizer that has others
-            for key in modifiers.modifiers_in(group):
-                if key not in self.defaults:
-                    group.pop(key)
-        return groups
-
     def _loaded(self) -> None:
         dropped = held_norms.drop_unused(self)
         if dropped:
@@ -434,7 +424,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
         note_short_schedule(self._iteration(group), map(self._iteration, self.param_groups[:-1]))
-        method = modifiers.moment2_of(group)
+        method = self.modifiers_of(group).moment2_method
         for parameter, called in zip(group["params"], names_of_last(self.param_groups), strict=True):
             muon_checks.check_parameter(self, parameter)
             muon_checks.check_shards(self, parameter, f"a parameter of shape {tuple(parameter.shape)}")
@@ -450,12 +440,12 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     def _check_together(self, group: Mapping[str, Any]) -> None:
         super()._check_together(group)
-        muon_checks.check_lacking(self, group)
-        modifiers.check_modifiers(type(self).__name__, group)
+        modifiers = self.modifiers_of(group)
+        modifiers.check(type(self).__name__)
         self._iteration(group)
-        if self.measures or modifiers.measures(group):
+        if self.measures or modifiers.measured:
             refuse_blockwise(self, "norms")
-        method = modifiers.moment2_of(group)
+        method = modifiers.moment2_method
         if method in ("normuon", "namo"):
             refuse_blockwise(self, f"statistics of {method}", ", or adamuon")
         muon_checks.check_functions(self, group)

@@ -3,17 +3,16 @@
 import contextlib
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast, get_args
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_eopt.kernels.precision import MatmulPrecision
-from megatron_eopt.orthogonalize.choices import MISSPELT, check_choice
+from megatron_eopt.orthogonalize.choices import MISSPELT
 from megatron_eopt.orthogonalize.coefficients import composite_range, set_length
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.settings.other_names import meant, renamed
-from megatron_eopt.settings.records import DecayMethod
 
 logger = logging.getLogger(__name__)
 
@@ -83,19 +82,15 @@ def note_short_schedule(settings: NewtonSchulz, earlier: Iterable[NewtonSchulz])
         )
 
 
-def decay_method(name: str, group: Mapping[str, Any]) -> DecayMethod:
-    """A group's ``weight_decay_method``, else what the flag says."""
+def check_decay_method(name: str, group: Mapping[str, Any]) -> None:
+    """Refuse a ``weight_decay_method`` that contradicts the flag."""
     method = group[METHOD]
     decoupled = group[DECOUPLED]
-    if method is None:
-        return "decoupled" if decoupled else "l2"
-    check_choice(f"{METHOD} of {name}", method, get_args(DecayMethod))
-    if decoupled != (method != "l2"):
+    if method is not None and decoupled != (method != "l2"):
         raise ValueError(
             f"{name}: {METHOD} {method!r} contradicts {DECOUPLED} {decoupled}, which is False for 'l2' and True for "
             f"every other method: set both, or {DECOUPLED} alone"
         )
-    return cast(DecayMethod, method)
 
 
 def plain(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,11 +16,12 @@ rate, and norms those of whole logical matrices::
 emerging-optimizers 0.5, weight_update_hooks.  [3] Wen et al., Hyperball Optimization (2025).
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
-from megatron_eopt.settings.records import DecayMethod, Moment2Method, WeightNorm
+from megatron_eopt.settings.groups import DECOUPLED, METHOD
+from megatron_eopt.settings.records import DecayMethod, Moment2Method, RelativeUpdate, WeightNorm
 
 RADIUS = "radius"  # kept of each logical matrix whose norm is held
 MOMENT2_BUFFER = "moment2_buffer"
@@ -37,113 +38,79 @@ def without_matrix(key: str) -> str:
     return key if key in OPTIONAL else key.rpartition("_")[0]
 
 
-@dataclass(frozen=True)
-class Modified:
-    """How a group's updates and weights are modified, found when the step is planned."""
+@dataclass(frozen=True, kw_only=True)
+class GroupModifiers:
+    """What a group has done to its updates and weights, by its settings; by default nothing but decay."""
 
-    decay_method: DecayMethod
-    moment2_method: Moment2Method
-    cautious: bool  # whether weight decay waits for the signs of the update
-    holds: bool  # whether matrices keep their norms
-    measured: bool  # whether norms of whole matrices size the step
-    needs_norm: bool  # whether a weight of norm 0 would never move
+    decay_method: DecayMethod = "decoupled"
+    cautious_weight_decay: bool = False
+    weight_norm: WeightNorm = "none"
+    brake_outward: float = 0.5
+    brake_inward: float = 1.0
+    relative_update: RelativeUpdate = "none"
+    update_ratio: float = 1.0
+    max_update_rms: float = 0.0
+    moment2_method: Moment2Method = "none"
+    align_rms: bool = True
 
+    @classmethod
+    def of(cls, group: Mapping[str, Any], known: Container[str]) -> "GroupModifiers":
+        """Those of a group, whose other keys than ``known`` settings may mean anything."""
+        found = {field.name: group[field.name] for field in fields(cls) if field.name in known}
+        method: DecayMethod | None = group[METHOD] if METHOD in known else "decoupled"
+        if method is None:
+            method = "decoupled" if group[DECOUPLED] else "l2"
+        return cls(decay_method=method, **found)
 
-def modified(group: Mapping[str, Any], decay_method: DecayMethod) -> Modified:
-    """What the settings of a group ask for."""
-    return Modified(
-        decay_method,
-        moment2_of(group),
-        cautious=is_cautious(group),
-        holds=holds(group),
-        measured=measures(group),
-        needs_norm=needs_norm(group),
-    )
+    @property
+    def holds(self) -> bool:
+        """Whether matrices keep their norms."""
+        return self.weight_norm == "hold"
 
+    @property
+    def matches(self) -> bool:
+        """Whether norms of updates follow those of weights."""
+        return self.relative_update == "match"
 
-def modifiers_in(group: Mapping[str, Any]) -> list[str]:
-    """Settings of a group that say which modifiers it has."""
-    names = ("cautious_weight_decay", "weight_norm", "relative_update", "max_update_rms", "moment2_method")
-    return [name for name in names if name in group]
+    @property
+    def measured(self) -> bool:
+        """Whether norms of whole matrices size the step."""
+        return self.weight_norm != "none" or self.matches or self.max_update_rms != 0
 
+    @property
+    def needs_norm(self) -> bool:
+        """Whether a weight of norm 0 would never move."""
+        return self.holds or self.matches
 
-def weight_norm_of(group: Mapping[str, Any]) -> WeightNorm:
-    """What is done to norms of weights; nothing by an optimizer without the setting, as below."""
-    weight_norm: WeightNorm = group.get("weight_norm", "none")
-    return weight_norm
+    @property
+    def size(self) -> str | None:
+        """How large updates are, where scale settings have no effect."""
+        if self.holds:
+            return "lr times the norm of the matrix, by weight_norm 'hold'"
+        if self.matches:
+            return "lr times update_ratio times the norm of the matrix, by relative_update 'match'"
+        return None
 
+    @property
+    def by_torch(self) -> str:
+        """What kernels of steps do not do; empty if they serve."""
+        others = []
+        if self.matches:
+            others.append("relative_update")
+        if self.max_update_rms:
+            others.append("max_update_rms")
+        if self.weight_norm == "brake":
+            others.append("weight_norm 'brake'")
+        return " and ".join(others)
 
-def moment2_of(group: Mapping[str, Any]) -> Moment2Method:
-    """Whose second moment divides factors."""
-    method: Moment2Method = group.get("moment2_method", "none")
-    return method
-
-
-def matches(group: Mapping[str, Any]) -> bool:
-    """Whether norms of updates follow those of weights."""
-    return bool(group.get("relative_update", "none") == "match")
-
-
-def bound_of(group: Mapping[str, Any]) -> float:
-    """The largest RMS of an update; 0 for no bound."""
-    bound: float = group.get("max_update_rms", 0.0)
-    return bound
-
-
-def is_cautious(group: Mapping[str, Any]) -> bool:
-    """Whether weight decay waits for the signs of the update."""
-    return bool(group.get("cautious_weight_decay", False))
-
-
-def aligns_rms(group: Mapping[str, Any]) -> bool:
-    """Whether updates of adamuon have Muon's size."""
-    return bool(group.get("align_rms", True))
-
-
-def holds(group: Mapping[str, Any]) -> bool:
-    """Whether matrices keep their norms."""
-    return weight_norm_of(group) == "hold"
-
-
-def measures(group: Mapping[str, Any]) -> bool:
-    """Whether norms of global matrices are needed."""
-    return weight_norm_of(group) != "none" or matches(group) or bound_of(group) != 0
-
-
-def needs_norm(group: Mapping[str, Any]) -> bool:
-    """Whether a weight of norm 0 would never move."""
-    return holds(group) or matches(group)
-
-
-def sizes(group: Mapping[str, Any]) -> str | None:
-    """How large updates are, where scale settings have no effect."""
-    if holds(group):
-        return "lr times the norm of the matrix, by weight_norm 'hold'"
-    if matches(group):
-        return "lr times update_ratio times the norm of the matrix, by relative_update 'match'"
-    return None
-
-
-def by_torch(group: Mapping[str, Any]) -> str:
-    """What kernels of steps do not do; empty if they serve."""
-    others = []
-    if matches(group):
-        others.append("relative_update")
-    if bound_of(group):
-        others.append("max_update_rms")
-    if weight_norm_of(group) == "brake":
-        others.append("weight_norm 'brake'")
-    return " and ".join(others)
-
-
-def check_modifiers(name: str, group: Mapping[str, Any]) -> None:
-    """Refuse modifiers that have no effect beside held norms."""
-    if matches(group) and bound_of(group):
-        raise ValueError(f"{name}: max_update_rms has no effect with relative_update 'match', which sizes updates")
-    of_size = matches(group) or bound_of(group) or not aligns_rms(group)
-    if holds(group) and (of_size or is_cautious(group)):
-        raise ValueError(
-            f"{name}: relative_update, max_update_rms, align_rms and cautious_weight_decay have no effect with "
-            f"weight_norm 'hold', whose updates have lr times the norm of the weight, and which has no weight decay: "
-            f"take them away"
-        )
+    def check(self, owner: str) -> None:
+        """Refuse modifiers that have no effect beside others."""
+        if self.matches and self.max_update_rms:
+            raise ValueError(f"{owner}: max_update_rms has no effect with relative_update 'match', which sizes updates")
+        of_size = self.matches or self.max_update_rms or not self.align_rms
+        if self.holds and (of_size or self.cautious_weight_decay):
+            raise ValueError(
+                f"{owner}: relative_update, max_update_rms, align_rms and cautious_weight_decay have no effect with "
+                f"weight_norm 'hold', whose updates have lr times the norm of the weight, and which has no weight "
+                f"decay: take them away"
+            )

@@ -25,6 +25,7 @@ from megatron_eopt.parallel.plan_records import TpMode
 from megatron_eopt.parallel.workspace import Workspace
 from megatron_eopt.settings import groups as of_groups
 from megatron_eopt.settings.execution import Execution
+from megatron_eopt.settings.modifiers import GroupModifiers
 from megatron_eopt.settings.of_class import check_effect, check_values, is_ours, settings_of
 from megatron_eopt.settings.other_names import OTHER_NAMES, by_our_names
 from megatron_eopt.settings.records import RECORDS, Setting
@@ -212,6 +213,10 @@ class BaseOptimizer(ReportingOptimizer):
     def keeps_momenta(self) -> bool:
         """Whether the program needs momenta after they were orthogonalized."""
         return False
+
+    def modifiers_of(self, group: Mapping[str, Any]) -> GroupModifiers:
+        """What a group has done to its updates and weights."""
+        return GroupModifiers.of(group, settings_of(type(self)))
 
     def settings(self) -> dict[str, Any]:
         """Plain settings that no group has, which a checkpoint describes."""
@@ -596,7 +601,7 @@ class BaseOptimizer(ReportingOptimizer):
     def _settled(self, engine: Engine) -> StepCache:
         """Find what follows from an agreed engine; raises before anything is kept."""
         self._check_kept()
-        return StepCache()
+        return StepCache(list(map(self.modifiers_of, self.param_groups)))
 
     def _check_fixed(self, groups_of_state: Sequence[Mapping[str, Any]]) -> None:
         """Refuse other settings than state was made with, where they cannot change."""

@@ -29,10 +29,10 @@ def find_norms(optimizer: BaseOptimizer) -> None:
     settled = optimizer._session.settled
     needing = list[Tensor]()
     held = set[Tensor]()
-    for group, modified in zip(optimizer.param_groups, settled.modified, strict=True):
-        if modified.holds:
+    for group, modifiers in zip(optimizer.param_groups, settled.modifiers, strict=True):
+        if modifiers.holds:
             held.update(group["params"])
-        if modified.holds or (modified.needs_norm and not settled.norms_checked):
+        if modifiers.holds or (modifiers.needs_norm and not settled.norms_checked):
             needing += group["params"]
     if needing:
         begin_norms(optimizer, type(optimizer).__name__, needing, held)

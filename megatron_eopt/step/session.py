@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_eopt.parallel.engine import Engine
+from megatron_eopt.settings.modifiers import GroupModifiers
 from megatron_eopt.step.nonfinite import Flag, NonFinite, WithoutGradients
 
 MOST_CHUNKS = 1024  # kept, one for each set of parameters that step together
@@ -17,8 +18,9 @@ MOST_CHUNKS = 1024  # kept, one for each set of parameters that step together
 
 @dataclass
 class StepCache:
-    """What follows from an engine, each found when it is first needed."""
+    """What follows from an engine and from settings by which ranks plan."""
 
+    modifiers: list[GroupModifiers] = field(default_factory=list)  # of each group
     state_keys: list[set[str]] | None = None  # of the state of each parameter
     chunks: dict[object, Any] = field(default_factory=dict)  # of stacks, by the parameters that step
     further: list[ProcessGroup] | None = None  # beside those of the engine: ranks that skip steps together

@@ -244,8 +244,9 @@ class StackedOptimizer(BaseOptimizer):
         return chunks
 
     def _make_chunks(self, steps: Iterable[int], first: Set[int]) -> list[list[Chunk[Stack]]]:
+        modifiers = self._session.settled.modifiers
         divided = self._divided(self._members(steps, first))
-        return [[Chunk(self, self.engine, members, Stack) for members in together] for together in divided]
+        return [[Chunk(self, self.engine, members, modifiers, Stack) for members in together] for together in divided]
 
     def _take(self, ok: Flag) -> None:
         steps = self._steps_of(ok)
@@ -289,7 +290,7 @@ def refreshes(settings: Mapping[str, Any]) -> bool:
 
 def subtract(updates: Mapping[Stack, Tensor], engine: Engine) -> None:
     """Subtract updates of stacks from their weights."""
-    held = [(stack, update) for stack, update in updates.items() if stack.holds]
+    held = [(stack, update) for stack, update in updates.items() if stack.modifiers.holds and stack.ndim > 2]
     on_spheres = steps_on_spheres(held, engine) if held else {}
     for stack, update in updates.items():
         weights = stack.state(WEIGHT)

@@ -18,6 +18,7 @@ from megatron_eopt.parallel.exchange import Spread
 from megatron_eopt.parallel.layout import Layout
 from megatron_eopt.parallel.plan_records import Matrix, grouped
 from megatron_eopt.parallel.scheduler import Rows
+from megatron_eopt.settings.modifiers import GroupModifiers
 from megatron_eopt.settings.values import Scalar
 from megatron_eopt.step.foreach import Tensors, decay_power, stacked, where
 from megatron_eopt.step.nonfinite import Flag
@@ -99,6 +100,8 @@ class Stack:
 
     Attributes:
         group: its settings.
+        modifiers: what is done to its updates and weights.
+        weight_decay: of this step.
         matrix: one of them, as the engine has it; none where the engine knows no layout.
         has_factor: whether rows have a factor, and columns.
         own: those that this rank works on.
@@ -117,6 +120,7 @@ class Stack:
         self.members = list(members)
         first = members[0]
         self.group_number = first.group
+        self.modifiers = chunk.modifiers[first.group]
         of_parameter = chunk.engine.matrices[first.index]
         if of_parameter:
             self.matrix = of_parameter[first.number]
@@ -133,6 +137,7 @@ class Stack:
         self.moves = True
         self.places: list[int] = []
         self.group: Mapping[str, Any] = {}
+        self.weight_decay: Scalar = 0.0
         self.ok: Flag = None
         self.tensors: dict[str, list[Tensor]] = {}  # that a step has read, by key
 
@@ -151,31 +156,22 @@ class Stack:
     def begin(self, inputs: Inputs) -> None:
         """Take what a step reads."""
         self.group = inputs.groups[self.group_number]
+        self.weight_decay = self.group["weight_decay"]
         self.ok = inputs.ok
         self.tensors.clear()
-
-    def setting(self, key: str, absent: Any) -> Any:
-        """A setting of the group, or ``absent``: groups may have keys that are none of the optimizer's."""
-        return self.group[key] if key in self.chunk.optimizer.defaults else absent
 
     @property
     def gradient(self) -> Tensor:
         """To be followed by what decreases a loss, zero if not ``ok``; may be a view."""
         gradient = self.state(GRADIENT).to(self.dtype)
-        if self.setting("maximize", False):
+        if "maximize" in self.chunk.optimizer.defaults and self.group["maximize"]:
             gradient = -gradient
         return where(self.ok, gradient, 0.0)
 
     @property
-    def holds(self) -> bool:
-        """Whether they keep their norms; vectors do not."""
-        return self.setting("weight_norm", "none") == "hold" and self.ndim > 2
-
-    @property
     def decay(self) -> Scalar:
         """The part of the weights that a step takes away."""
-        method = self.setting("weight_decay_method", "decoupled")
-        return decay_power(self.group["lr"], method) * self.group["weight_decay"]
+        return decay_power(self.group["lr"], self.modifiers.decay_method) * self.weight_decay
 
     def wholes(self, key: str) -> list[Tensor]:
         """This rank's shards of each member's parameter, or of state that lies as it."""
@@ -247,6 +243,7 @@ class Chunk[S: Stack]:
     Attributes:
         stacks: all of them.
         groups: those of each group.
+        modifiers: of each group.
         parameters: by their indices.
         matrices: how many there are.
     """
@@ -256,10 +253,12 @@ class Chunk[S: Stack]:
         optimizer: Optimizer,
         engine: Engine,
         members: Sequence[Member],
+        modifiers: Sequence[GroupModifiers],
         kind: type[S],
     ) -> None:
         self.optimizer = optimizer
         self.engine = engine
+        self.modifiers = modifiers
         self.matrices = len(members)
         self.inputs = NOTHING
         self.on_device: Callable[[Tensor], Tensor] | None = None  # where state is kept in host memory

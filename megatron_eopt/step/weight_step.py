@@ -1,7 +1,6 @@
 """The mathematics of :mod:`~megatron_eopt.settings.modifiers`, over lists of shards."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -10,7 +9,7 @@ from megatron_eopt.orthogonalize.forms import nonzero
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.plan_records import Matrix
 from megatron_eopt.parallel.statistics import StatisticsRequest, norms_of
-from megatron_eopt.settings.modifiers import bound_of, matches, weight_norm_of
+from megatron_eopt.settings.modifiers import GroupModifiers
 from megatron_eopt.step import foreach
 from megatron_eopt.step.foreach import Tensors
 
@@ -48,7 +47,7 @@ def on_spheres(squares: Tensor, inner: Tensor, radii: Tensor, lengths: Tensor) -
     return torch.stack([moves, steps, radii / nonzero(squared.sqrt())], 1)
 
 
-def resized(squares: Tensor, inner: Tensor, rate: Tensor, group: Mapping[str, Any], sizes: Sequence[int]) -> Tensor:
+def resized(squares: Tensor, inner: Tensor, rate: Tensor, modifiers: GroupModifiers, sizes: Sequence[int]) -> Tensor:
     """As :func:`on_spheres`, of other modifiers; ``rate`` is ``lr``, or 0 where all stays.
 
     ``sizes`` are the numbers of entries of matrices.
@@ -56,18 +55,18 @@ def resized(squares: Tensor, inner: Tensor, rate: Tensor, group: Mapping[str, An
     squared_weights, squared_updates = squares
     norms = squared_weights.sqrt()
     steps = rate.expand(len(norms))
-    if matches(group):
-        steps = steps * (group["update_ratio"] * norms / nonzero(squared_updates.sqrt()))
-    if bound_of(group):
+    if modifiers.matches:
+        steps = steps * (modifiers.update_ratio * norms / nonzero(squared_updates.sqrt()))
+    if modifiers.max_update_rms:
         # each by a number of the host's, so that no device waits for a copy of them
         mean_squares = torch.stack(torch._foreach_div(list(squared_updates.unbind()), [max(1, n) for n in sizes]))
-        steps = steps * (bound_of(group) / nonzero(mean_squares.sqrt())).clamp(max=1)
+        steps = steps * (modifiers.max_update_rms / nonzero(mean_squares.sqrt())).clamp(max=1)
     resize = torch.ones_like(norms)
-    if weight_norm_of(group) == "brake":
+    if modifiers.weight_norm == "brake":
         after = (squared_weights - 2 * steps * inner + steps.square() * squared_updates).clamp(min=0).sqrt()
         change = after - norms
-        inward = group["brake_inward"]
-        kept = inward + (change > 0).double() * (group["brake_outward"] - inward)  # in fp64, by no copy from the host
+        inward = modifiers.brake_inward
+        kept = inward + (change > 0).double() * (modifiers.brake_outward - inward)  # in fp64, by no copy from the host
         resize = (norms + kept * change) / nonzero(after)
     return torch.stack([_has_direction(steps, squared_updates), steps, resize], 1)
 

@@ -27,7 +27,7 @@ from megatron_eopt.parallel.layout import Layout
 from megatron_eopt.parallel.plan_records import Matrix, grouped
 from megatron_eopt.parallel.rectangles import Shape
 from megatron_eopt.parallel.statistics import Statistics, StatisticsRequest, norms_of, squared_norms
-from megatron_eopt.settings.modifiers import MOMENT2_BUFFER, aligns_rms, moment2_of
+from megatron_eopt.settings.modifiers import MOMENT2_BUFFER, GroupModifiers
 from megatron_eopt.step import foreach
 from megatron_eopt.step.base import BaseOptimizer
 from megatron_eopt.step.foreach import Tensors
@@ -41,7 +41,7 @@ from megatron_eopt.step.weight_step import squares_of_shards
 def divided(updates: Updates, engine: Engine) -> dict[MomentumStack, Update]:
     """Updates, divided by the second moments of the groups that have one."""
     changed = dict(updates)
-    by_method = grouped(updates, lambda stack: stack.modified.moment2_method)
+    by_method = grouped(updates, lambda stack: stack.modifiers.moment2_method)
     for method, stacks in by_method.items():
         if method != "none":
             changed |= METHODS[method]({stack: updates[stack] for stack in stacks}, engine)
@@ -53,7 +53,7 @@ def adamuon(updates: Updates, engine: Engine) -> dict[MomentumStack, Update]:
     changed = dict(updates)
     compared: dict[MomentumStack, tuple[Tensors, Tensors]] = {}  # shards, or norms of parts, of O and U
     for stack, (factors, scale, _) in updates.items():
-        aligned = aligns_rms(stack.group)
+        aligned = stack.modifiers.align_rms
         if stack.has_views:  # kernels divide when they subtract
             norms = stack.kernels.moments(stack, factors, aligned)
             changed[stack] = Update(factors, scale, divided=True)
@@ -221,17 +221,17 @@ def check_moments(optimizer: BaseOptimizer, parameter: Tensor, called: str, meth
     check_placements(f"{name}: {called}", parameter, optimizer.state_tensors(parameter), optimizer.matrix_layouts)
 
 
-def first_rms(settings: Mapping[str, Any], muon: float, scale: float) -> float:
+def first_rms(settings: Mapping[str, Any], modifiers: GroupModifiers, muon: float, scale: float) -> float:
     """RMS of a matrix's first update, before the learning rate, where Muon's is ``muon``.
 
     The first second moment is ``1 - beta2`` times its first value, so entries of AdaMuon without ``align_rms`` are
     ``+-scale / sqrt(1 - beta2)``. NAMO's first ``g'`` is ``(1 - b) G``, times ``1 + b`` with Nesterov's look-ahead.
     """
     root = sqrt(1 - settings["beta2"])
-    if moment2_of(settings) == "namo":
+    if modifiers.moment2_method == "namo":
         momentum = settings["momentum"]
         return muon * (1 - momentum) * (1 + momentum if settings["nesterov"] else 1) / root
-    return muon if moment2_of(settings) != "adamuon" or aligns_rms(settings) else scale / root
+    return muon if modifiers.moment2_method != "adamuon" or modifiers.align_rms else scale / root
 
 
 def _means_cross(matrix: Matrix) -> bool:

@@ -11,11 +11,8 @@ from megatron_eopt.kernels.precision import MatmulPrecision, fp32_products
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.scheduler import Program
 from megatron_eopt.parallel.workspace import OF_ENTRY
-from megatron_eopt.settings import modifiers
-from megatron_eopt.settings.groups import METHOD, MOMENTUM_STEPS, decay_method
-from megatron_eopt.settings.modifiers import Modified
+from megatron_eopt.settings.groups import MOMENTUM_STEPS
 from megatron_eopt.settings.of_class import is_ours
-from megatron_eopt.settings.records import DecayMethod
 from megatron_eopt.settings.values import Scalar
 from megatron_eopt.step import held_norms
 from megatron_eopt.step.base import BaseOptimizer
@@ -40,7 +37,6 @@ OF_PARAMETERS = ("orthogonalize", "scaled_orthogonalize_fn", "orthogonalize_fn")
 class MomentumCache(StepCache):
     """Also what steps of momenta need."""
 
-    modified: list[Modified] = field(default_factory=list)  # how groups are
     needs_norms: bool = False  # whether norms of weights are to be found before the step
     norms_checked: bool = False  # those by which updates are sized
     by_user: bool = False  # whether a user's methods make updates of whole parameters
@@ -94,11 +90,9 @@ class MomentumOptimizer(BaseOptimizer):
     # What is planned.
 
     def _settled(self, engine: Engine) -> MomentumCache:
-        """Find how groups are modified, scales, which a user's function may get wrong, and kernels."""
-        self._check_kept()
-        cache = MomentumCache(by_user=self._by_user())
-        cache.modified = list(map(self._modified, self.param_groups))
-        cache.needs_norms = any(each.needs_norm for each in cache.modified)
+        """Also find scales, which a user's function may get wrong, and kernels."""
+        cache = MomentumCache(super()._settled(engine).modifiers, by_user=self._by_user())
+        cache.needs_norms = any(each.needs_norm for each in cache.modifiers)
         for p, matrices in zip(self._parameters(), engine.matrices, strict=True):
             cache.scales.append(scales_of(self._scale_of(self.group_of(p)), matrices))
         form, _ = step_form(self, engine.device)
@@ -107,19 +101,11 @@ class MomentumOptimizer(BaseOptimizer):
             engine.slice_chunks(self._copied())
         return cache
 
-    def _modified(self, group: Mapping[str, Any]) -> Modified:
-        """How a group is modified: by Muon's settings, which users' groups may have under other meanings."""
-        return modifiers.modified({}, self.decay_method(group))
-
     def _copied(self) -> int:
         """Bytes of each entry that a step copies where kernels serve."""
-        both = [group for group in self.param_groups if modifiers.moment2_of(group) != "none"]
-        measures = any(map(modifiers.measures, both))
-        return OF_ENTRY if measures or self._overridden("update") else 0
-
-    def decay_method(self, group: Mapping[str, Any]) -> DecayMethod:
-        """The kind of a group's weight decay; a ``ValueError`` for a contradiction."""
-        return decay_method(type(self).__name__, group) if METHOD in self.defaults else "decoupled"
+        groups = map(self.modifiers_of, self.param_groups)
+        both = any(group.moment2_method != "none" and group.measured for group in groups)
+        return OF_ENTRY if both or self._overridden("update") else 0
 
     # State.
 
@@ -196,7 +182,7 @@ class MomentumOptimizer(BaseOptimizer):
         updates: Updates = yield from lockstep([(stack, self.update(stack)) for stack in chunk.stacks])
         if not all(isinstance(update, Update) for update in updates.values()):
             raise TypeError(f"{type(self).__name__}.update() has to return an Update(factors, scale)")
-        if any(stack.modified.moment2_method != "none" for stack in chunk.stacks):
+        if any(stack.modifiers.moment2_method != "none" for stack in chunk.stacks):
             updates = self._divided(updates, chunk.engine)
         subtract(updates, chunk)
         chunk.end()
@@ -225,12 +211,11 @@ class MomentumOptimizer(BaseOptimizer):
                 like = local(p).shape if matrix is None else (matrix.group, matrix.shape, matrix.rectangles)
                 kind = group_of[index], p.dtype, like
                 members.append(Member(p, group_of[index], index, number, end, kind))
-        chunk = Chunk(self, self.engine, members, MomentumStack)
+        chunk = Chunk(self, self.engine, members, cache.modifiers, MomentumStack)
         for stack in chunk.stacks:
             first = stack.members[0]
             stack.kernels = cache.kernels
-            stack.modified = cache.modified[first.group]
-            stack.has_views = stack.kernels is not None and not stack.modified.measured
+            stack.has_views = stack.kernels is not None and not stack.modifiers.measured
             stack.rounded = self.execution.momentum_dtype is not None
             if self.scales_factors_of_users or not cache.by_user:
                 stack.scale = cache.scales[first.index][first.number]

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.statistics import StatisticsRequest
 from megatron_eopt.settings.groups import MOMENTUM_STEPS
-from megatron_eopt.settings.modifiers import RADIUS, Modified
+from megatron_eopt.settings.modifiers import RADIUS
 from megatron_eopt.settings.values import Scalar
 from megatron_eopt.step import foreach
 from megatron_eopt.step.foreach import MomentumRule, Tensors
@@ -51,11 +51,9 @@ class MomentumStack(Stack):
         kernels: a :class:`~megatron_eopt.step.momenta.step_kernels.StepKernels`, or None.
         has_views: whether kernels read factors where they lie, which nothing may write to.
         scale: what multiplies the orthogonal factor of each matrix.
-        modified: how updates and weights are modified.
         rounded: whether momenta are in bf16, and rounded at random.
         beta: of the momentum in this step.
         nesterov: whether that looks ahead.
-        weight_decay: of this step.
         decays: whether there is one; a tensor may be one, since no device is asked.
         compared: what has the norms of gradients, and of updates: shards, or norms of their parts. Of namo alone.
     """
@@ -63,18 +61,11 @@ class MomentumStack(Stack):
     kernels: Any = None
     has_views: bool = False
     scale: float = 1.0
-    modified: Modified
     rounded: bool = False
     beta: float
     nesterov: bool
-    weight_decay: Scalar
     decays: bool
     compared: tuple[Tensors, Tensors] = ((), ())
-
-    @property
-    def decay(self) -> Scalar:
-        """The part of the weights that a step takes away."""
-        return foreach.decay_power(self.group["lr"], self.modified.decay_method) * self.weight_decay
 
     @property
     def gradients(self) -> list[Tensor]:
@@ -125,7 +116,7 @@ def decay(chunk: Chunk[MomentumStack]) -> None:
     """
     for alike in chunk.groups:
         first = alike[0]
-        waits = first.modified.decay_method == "l2" or first.modified.cautious
+        waits = first.modifiers.decay_method == "l2" or first.modifiers.cautious_weight_decay
         if first.kernels is None and first.decays and not waits:
             foreach.scale(shards_of(alike, WEIGHT), 1 - first.decay, first.ok)
 
@@ -142,7 +133,7 @@ def momenta(stacks: Sequence[MomentumStack], rules: Sequence[MomentumRule]) -> S
 
     def write(some: Sequence[MomentumStack], updates: Sequence[Tensors]) -> None:
         for stack, of_stack in zip(some, updates, strict=True):
-            compares = stack.modified.moment2_method == "namo"
+            compares = stack.modifiers.moment2_method == "namo"
             norms = stack.kernels.momentum(stack, of_stack, rule is foreach.heavy_ball, measured=compares)
             if compares:
                 stack.compared = norms
@@ -151,7 +142,7 @@ def momenta(stacks: Sequence[MomentumStack], rules: Sequence[MomentumRule]) -> S
 
 
 def _writes_to_factors(stack: MomentumStack) -> bool:
-    return stack.modified.moment2_method != "none" and not stack.has_views
+    return stack.modifiers.moment2_method != "none" and not stack.has_views
 
 
 def _written(stack: MomentumStack, write: Write) -> list[Tensor]:
@@ -176,7 +167,7 @@ def followed(
         if first.rounded:
             m = [x.float() for x in kept]
             g = [x.float() for x in g]
-        if first.decays and first.modified.decay_method == "l2":
+        if first.decays and first.modifiers.decay_method == "l2":
             g = foreach.with_decay(g, shards_of(alike, WEIGHT), first.weight_decay)
         u = rule(m, g, first.beta, first.nesterov, first.ok)
         if first.rounded:
@@ -184,7 +175,7 @@ def followed(
             weights = joined(stack.wholes(WEIGHT) for stack in alike)
             u = [x.to(weight.dtype) for x, weight in zip(u, weights, strict=True)]
         updates.update(zip(alike, by_stack(alike, u), strict=True))
-        if first.modified.moment2_method == "namo":
+        if first.modifiers.moment2_method == "namo":
             for stack in alike:
                 stack.compared = gradients_of[stack], list(updates[stack])
     return [updates[stack] for stack in stacks]
@@ -221,10 +212,10 @@ def subtract(updates: Updates, chunk: Chunk[MomentumStack]) -> None:
                 stack.kernels.subtract(stack, *updates[stack])
             continue
         factors = scaled([updates[stack] for stack in alike])
-        if first.decays and first.modified.cautious:
+        if first.decays and first.modifiers.cautious_weight_decay:
             weights = shards_of(alike, WEIGHT)
             decay_cautiously(weights, factors, 1 - first.if_ok(first.decay))
-        if first.modified.measured:
+        if first.modifiers.measured:
             measured.append((alike, factors))
         else:
             weights = shards_of(alike, WEIGHT)
@@ -262,12 +253,12 @@ def _rotate(measured: Sequence[tuple[list[MomentumStack], list[Tensor]]], engine
     for (alike, factors), norms, products in of_groups:
         first = alike[0]
         rate = first.if_ok(first.group["lr"])
-        if first.modified.holds:
+        if first.modifiers.holds:
             radii = torch.stack(joined(stack.of_each(RADIUS) for stack in alike))
             coefficients = on_spheres(norms, products, radii, radii * rate)
         else:
             sizes = [prod(matrix.shape) for matrix in matrices_of(alike)]
-            coefficients = resized(norms, products, rate, first.group, sizes)
+            coefficients = resized(norms, products, rate, first.modifiers, sizes)
         if first.kernels is None:
             move(shards_of(alike, WEIGHT), factors, coefficients)
             continue

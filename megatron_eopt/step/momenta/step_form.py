@@ -7,7 +7,6 @@ import torch
 
 from megatron_eopt.kernels.choice import fast_triton, triton_missing
 from megatron_eopt.matrices import declared_split
-from megatron_eopt.settings.modifiers import by_torch
 from megatron_eopt.settings.records import StepForm
 from megatron_eopt.step.base import BaseOptimizer
 from megatron_eopt.step.momenta.step_kernels import DTYPES
@@ -50,9 +49,9 @@ def reason_against(optimizer: BaseOptimizer) -> str | None:
 
 def _modified(optimizer: BaseOptimizer) -> str:
     """What of the groups' modifiers kernels do not do; empty if they serve."""
-    groups = optimizer.param_groups
-    wanted = sorted(filter(None, map(by_torch, groups)))
+    groups = list(map(optimizer.modifiers_of, optimizer.param_groups))
+    wanted = sorted(filter(None, (group.by_torch for group in groups)))
     if wanted:
         return f"groups have {' and '.join(dict.fromkeys(wanted))}"
-    differ = [key for key in ("weight_norm", "moment2_method") if len({group.get(key) for group in groups}) > 1]
+    differ = [key for key in ("weight_norm", "moment2_method") if len({getattr(group, key) for group in groups}) > 1]
     return f"groups differ in {' and '.join(differ)}" if differ else ""

@@ -275,7 +275,7 @@ class StepKernels:
         ``lines`` say what of each matrix has a scale on the device, or a norm.
         """
         tensors = {side: self._tensors(stack, side) for side in sides}
-        seen: list[object] = [scale, lines, stack.nesterov, stack.decays, stack.modified]
+        seen: list[object] = [scale, lines, stack.nesterov, stack.decays, stack.modifiers]
         for some in tensors.values():
             seen += [*map(address, some)], [*map(Tensor.stride, some)], [x.dtype for x in some]
         seen.append([isinstance(x, Tensor) for x in (stack.group["lr"], stack.weight_decay)])
@@ -447,7 +447,7 @@ def _compiled(
     width = _SQUARE if square else min(_WIDEST, _power(pieces[0].cols))
     weight = stack.wholes(WEIGHT)[first].dtype
     momentum = stack.wholes(MOMENTUM_BUFFER)[first].dtype
-    l2 = stack.modified.decay_method == "l2"
+    l2 = stack.modifiers.decay_method == "l2"
     known: dict[str, Any] = constants | {
         "HEIGHT": min(_TILE // width, _power(pieces[0].rows)),
         "WIDTH": width,
@@ -458,7 +458,7 @@ def _compiled(
         "NESTEROV": stack.nesterov,
         "AT_RANDOM": stack.rounded,
         "DECAYS": stack.decays and not l2,
-        "CAUTIOUS": stack.modified.cautious,
+        "CAUTIOUS": stack.modifiers.cautious_weight_decay,
         "RATES_ON_DEVICE": any(isinstance(x, Tensor) for x in _rates(stack)),
         "SCALED": scale != 1 or constants.get("SCALES_ON_DEVICE", False),
         "LINES": lines,

@@ -214,10 +214,9 @@ class ScheduleFreeAdamW(ElementwiseOptimizer):
             raise
 
     def _to_load(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        saved_groups = [{TRAIN_MODE: True, **group} for group in state_dict["param_groups"]]
-        for group, saved in zip(self.param_groups, saved_groups, strict=False):
-            group[TRAIN_MODE] = saved[TRAIN_MODE]  # of it depends what a state has
-        return {**state_dict, "param_groups": saved_groups}
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=False):
+            group[TRAIN_MODE] = saved.get(TRAIN_MODE, True)  # of it depends what a state has
+        return state_dict
 
     def _loaded(self) -> None:
         for parameter in self._parameters():

@@ -312,19 +312,14 @@ class WithAdamW(ReportingOptimizer):
     def _check_adamw(self, of_adamw: Mapping[str, Any]) -> None:
         """Refuse groups and state that AdamW could not go on from."""
         groups = self._adam_groups
-        if groups and not of_adamw["param_groups"]:
-            raise ValueError(
-                f"{self._called} has AdamW inside, and the state has none: that of another optimizer, such as AdamW "
-                "for all parameters, has no momenta for matrices. Load the weights alone, and begin with fresh state. "
-                "optimizer.matrices.load_state_dict takes a state of the matrices alone"
-            )
         own = [len(group["params"]) for group in groups]
         saved = [len(group["params"]) for group in of_adamw["param_groups"]]
         if own != saved:
             raise ValueError(
-                f"{self._called} has AdamW inside with groups of {own} parameters, but the state dict has {saved}: "
-                "build the optimizer for the model as it was, or load what there is of the matrices by "
-                "optimizer.matrices.load_state_dict"
+                f"{self._called} has AdamW inside with groups of {own} parameters, but the state has {saved}: build "
+                "the optimizer for the model as it was. Where another optimizer wrote the state, such as AdamW for all "
+                "parameters, load the weights alone, and begin with fresh state; optimizer.matrices.load_state_dict "
+                "takes a state of the matrices alone"
             )
         for group in of_adamw["param_groups"]:
             check_values(self._of_adamw, OF_ADAMW, group)

@@ -1,4 +1,4 @@
-"""torch's AdamW, whose state is described, and whose step may be left out on the device."""
+"""torch's AdamW, and what this package knows of it."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ class AdamW(ReportingOptimizer, OfTorch):
     found_inf: Tensor | None = None  # what torch's step looks at
 
     def step_if(self, ok: Flag) -> None:
-        """Step, but not if a flag on the device is false; no host waits."""
+        """Step if a flag on the device is true; nothing waits."""
         if ok is not None:
             self._fuse()
             self.found_inf = (~ok).float()
@@ -35,13 +35,13 @@ class AdamW(ReportingOptimizer, OfTorch):
         self.found_inf = None
 
     def _fuse(self) -> None:
-        """Let the fused kernel step, which takes a flag; it has the numbers of steps on the device."""
+        """Let the fused kernel step, which takes a flag."""
         for group in self.param_groups:
             if group["fused"]:
                 continue
             group.update(fused=True, foreach=None)
             for parameter in group["params"]:
-                if "step" in self.state.get(parameter, {}):
+                if "step" in self.state.get(parameter, {}):  # which the kernel has on the device
                     self.state[parameter]["step"] = self.state[parameter]["step"].to(parameter.device)
 
     @torch.inference_mode(False)  # whose tensors no later step could change
@@ -58,8 +58,8 @@ class AdamW(ReportingOptimizer, OfTorch):
                     state[tensor.key] = torch.zeros_like(parameter)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, which is then laid as the parameters: the fused kernel takes it to lie so."""
-        super().load_state_dict(state_dict)
+        """Load a state, laid as the parameters are."""
+        super().load_state_dict(state_dict)  # the fused kernel takes state to lie as they do
         for parameter, state in self.state.items():
             for key, x in state.items():
                 if isinstance(x, Tensor) and x.shape == parameter.shape and x.stride() != parameter.stride():

@@ -272,9 +272,10 @@ class ScheduleFreeAdamW(ElementwiseOptimizer):
         return state
 
     def update(self, batch: Batch) -> None:
-        """One step of equal parameters, of which all have an ``x``, or none.
+        """One step of equal parameters.
 
-        Without: ``y += share (z - y) - (1 - beta1 (1 - share)) step``, with ``z`` before its step.
+        All have an ``x``, or none: ``y += share (z - y) - (1 - beta1 (1 - share)) step`` then, with ``z`` before its
+        step.
         """
         group = batch.group
         ok = batch.ok
@@ -311,7 +312,7 @@ class ScheduleFreeAdamW(ElementwiseOptimizer):
 
 
 def advanced(batch: Batch) -> tuple[Tensor, Tensor]:
-    """The rate of each parameter in this step, and the share that ``z`` has in ``x``; advances the schedules."""
+    """Advance schedules; returns rates, and shares of ``z`` in ``x``."""
     group = batch.group
     count = group[COUNT]
     warmup = group["warmup_steps"]

@@ -45,7 +45,7 @@ State = MutableMapping[Tensor, dict[str, Any]]
 
 
 class JoinedState(State):
-    """The state of two optimizers as one, each parameter's where it is stepped."""
+    """The state of two optimizers as one."""
 
     def __init__(self, matrices: State, adamw: State, of_adamw: Sequence[Tensor]) -> None:
         self._matrices = matrices
@@ -90,7 +90,7 @@ class JoinedGroups(list[Group]):
 
 
 class WithAdamW(ReportingOptimizer):
-    """An optimizer of matrices, with AdamW for the rest: one torch optimizer.
+    """One optimizer: any of matrices, and AdamW for the rest.
 
     ``param_groups`` are the groups of the matrices, then those of AdamW; groups that :meth:`add_param_group` adds, of
     matrices, come last. A changed value is in force in the next step. The ``lr`` that a group has is its rate. If all
@@ -163,11 +163,11 @@ class WithAdamW(ReportingOptimizer):
         return {name: getattr(self, name) for name in names}
 
     def explain(self) -> str:
-        """Which parameters are the matrices', and which AdamW's, at which rates."""
+        """Which parameters are the matrices', which AdamW's; their rates."""
         return ownership(filter(None, (self.matrices, self.adamw)))
 
     def skipped_steps(self) -> int:
-        """How many steps of both were skipped; waits for the device."""
+        """How many steps were skipped; waits for the device."""
         return self.matrices.skipped_steps()
 
     # Groups and rates.
@@ -427,7 +427,7 @@ class Muon(WithAdamW):
 
 
 def _adamw_of(called: str, params: list[Any], settings: Mapping[str, Any]) -> AdamW | None:
-    """AdamW of parameters or groups of them, None where there are none; ``called`` begins messages."""
+    """AdamW of parameters or groups, or None without any."""
     defaults = {key: argument.default for key, argument in inspect.signature(AdamW).parameters.items()}
     groups = params if params and isinstance(params[0], dict) else [{}]
     for group in groups:

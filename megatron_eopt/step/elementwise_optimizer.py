@@ -14,7 +14,7 @@ from megatron_eopt.step.parameters import local
 
 
 class Batch:
-    """Equal parameters of one group that step together: this rank's shards.
+    """Equal parameters of a group that step together, as shards.
 
     Attributes:
         group: its settings.
@@ -32,26 +32,26 @@ class Batch:
         self._states = states
 
     def state(self, key: str) -> list[Tensor]:
-        """What is kept under a key, to be changed in place; empty where nothing is."""
+        """What is kept under a key, perhaps nothing; changed in place."""
         return [local(state[key]) for state in self._states if key in state]
 
     def gradients(self, like: Sequence[Tensor]) -> list[Tensor]:
-        """To be followed by what decreases a loss, in the dtypes of ``like``."""
+        """Gradients of what is to decrease, in dtypes of ``like``."""
         gradients = [g.to(x.dtype) for g, x in zip(self._gradients, like, strict=True)]
         return list(torch._foreach_neg(gradients)) if self.group["maximize"] else gradients
 
 
 class ElementwiseOptimizer(BaseOptimizer):
-    """Optimizers that step every entry by itself: of any shape, of shards and DTensors.
+    """Optimizers that step every entry by itself.
 
-    A subclass defines its state, in the shape of parameters or in numbers of each, and the step (:meth:`update`), which
-    its :attr:`counters` count.
+    They take any shape, shards and DTensors. A subclass defines its state, in the shape of parameters or in numbers of
+    each, and the step (:meth:`update`), which its :attr:`counters` count.
     """
 
     elementwise = True
 
     def update(self, batch: Batch) -> None:
-        """Step weights and state, or neither if not ``batch.ok``; waits for no device."""
+        """Step weights and state, or neither if not ``batch.ok``."""
         raise NotImplementedError
 
     def matrix_layouts(self, parameter: Tensor) -> list[Layout]:

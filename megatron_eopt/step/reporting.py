@@ -8,25 +8,28 @@ from megatron_eopt.step.parameters import local
 
 
 class ReportingOptimizer(Optimizer):
-    """A torch optimizer that says what it does, as ``build_optimizer`` returns it."""
+    """A torch optimizer that says what it does."""
 
     @property
     def matrices(self) -> "ReportingOptimizer":
-        """The optimizer of matrices: one of the two inside, or itself."""
+        """The optimizer of matrices, inside or itself."""
         return self
 
     def skipped_steps(self) -> int:
-        """How many steps were skipped, as gradients were not finite; waits for the device.
+        """How many steps were skipped; waits for the device.
 
-        torch's AdamW by itself looks at none, and skips none.
+        torch's AdamW by itself looks at no gradients, and skips none.
         """
         return 0
 
     def state_bytes(self) -> int:
-        """Bytes of the state that this rank has now; the first step makes what is missing."""
+        """Bytes of the state that this rank has now."""
         states = self.state.values()
         return sum(local(x).nbytes for state in states for x in state.values() if isinstance(x, Tensor))
 
     def explain(self) -> str:
-        """Which parameters it has, at which rates; Muon and its relatives say how they exchange them, on all ranks."""
+        """Which parameters it has, at which rates.
+
+        Muon and its relatives say how ranks exchange them; all ranks ask.
+        """
         return ownership([self])

@@ -23,7 +23,8 @@ from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import Layout, on_one_rank
 from megatron_eopt.parallel.plan_records import Matrix, TpMode
 from megatron_eopt.parallel.rectangles import Rectangle, whole
-from megatron_eopt.settings.groups import iteration_of, note_short_schedule, warn
+from megatron_eopt.settings.groups import warn
+from megatron_eopt.settings.iteration import iteration_of, note_short_schedule
 from megatron_eopt.settings.records import Setting
 from megatron_eopt.settings.values import BELOW_1, Scalar, count
 from megatron_eopt.step import foreach, stacked_optimizer

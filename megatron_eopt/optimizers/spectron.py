@@ -1,10 +1,7 @@
 """Spectron: low-rank weights with spectrally bounded steps of factors."""
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from itertools import batched, chain, compress
+from itertools import chain, compress
 from math import isnan
 from typing import Any, NamedTuple
 
@@ -12,22 +9,30 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from megatron_eopt.factors.low_rank import (
+    Factors,
+    Weight,
+    is_wide,
+    largest_singular_values,
+    orthogonalized,
+    projected,
+    side_of,
+    summed,
+)
+from megatron_eopt.factors.low_rank_checks import check_cut, check_factor, check_pairs, check_rank
 from megatron_eopt.kernels.precision import MatmulPrecision, fp32_products
 from megatron_eopt.optimizers.orthogonalized import refuse_blockwise
 from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
-from megatron_eopt.orthogonalize.spectral import low_rank_factors, power_iterations, start_vector
+from megatron_eopt.orthogonalize.spectral import start_vector
 from megatron_eopt.parallel.chunks import ParamSpec
-from megatron_eopt.parallel.collectives import all_reduce, broadcast
 from megatron_eopt.parallel.engine import Engine
-from megatron_eopt.parallel.layout import Layout, on_one_rank
-from megatron_eopt.parallel.plan_records import Matrix, TpMode
-from megatron_eopt.parallel.rectangles import Rectangle, whole
-from megatron_eopt.settings.groups import warn
-from megatron_eopt.settings.iteration import iteration_of, note_short_schedule
+from megatron_eopt.parallel.layout import Layout
+from megatron_eopt.parallel.plan_records import TpMode
+from megatron_eopt.settings.groups import iteration_of, note_short_schedule, warn
 from megatron_eopt.settings.records import Setting
 from megatron_eopt.settings.values import BELOW_1, Scalar, count
-from megatron_eopt.step import foreach, stacked_optimizer
+from megatron_eopt.step import foreach
 from megatron_eopt.step.foreach import where
 from megatron_eopt.step.nonfinite import Flag
 from megatron_eopt.step.parameters import (
@@ -65,71 +70,9 @@ def factor_pairs(pairs: Iterable[Sequence[Any]], **settings: Any) -> dict[str, A
     return {"params": params, "pairs": True, **settings}
 
 
-def side_of(layout: Layout, dim: int, rank: int) -> Layout:
-    """The layout of a matrix's first or second factor (rows x rank)."""
-    shape = layout.shape[dim], rank
-    rectangles = []
-    for x in layout.rectangles:
-        edge = (x.left, x.right) if dim else (x.top, x.bottom)
-        rectangles.append(Rectangle(*edge, 0, rank))
-    if set(rectangles) == {whole(shape)}:  # each rank treats as its own what it has whole
-        return on_one_rank(shape)
-    return replace(layout, shape=shape, rectangles=tuple(rectangles))
-
-
-@dataclass(eq=False)
-class Factors:
-    """Equal factors of one group that step together, this rank's rows."""
-
-    group: Mapping[str, Any]
-    ok: Flag
-    matrix: Matrix  # one of them (rows x r), as the engine of factors has it
-    numbers: list[int]  # among all factors: those of a matrix are 0 and 1, 2 and 3, ...
-    transposed: bool  # whether they are parameters (r x rows)
-    values: list[Tensor]
-    momenta: list[Tensor]
-    us: list[Tensor]  # (rows,)
-    gradients: Sequence[Tensor] | Tensor  # until the momenta have them
-    summed_over: str = ""  # label of the ranks whose stacks of gradients are to be summed
-
-    def upright(self, x: Tensor) -> Tensor:
-        """Factors as (rows x r), one or a stack."""
-        return x.mT if self.transposed else x
-
-    def stack(self) -> Tensor:
-        """Copy of the values, (matrices x rows x r)."""
-        return self.upright(torch.stack(self.values))
-
-
-def together(factors: Sequence[Factors]) -> list[Factors]:
-    """Equal factors of whatever matrices as one stack, of bounded size."""
-    kinds: dict[tuple[object, ...], Factors] = {}
-    nbytes = Counter[tuple[object, ...]]()
-    for some in factors:
-        matrix = some.matrix
-        dtype = some.momenta[0].dtype
-        kind = (id(some.group), matrix.group, matrix.shape, matrix.rectangles, dtype, some.transposed)
-        nbytes[kind] += len(some.numbers) * dtype.itemsize * max(x.numel for x in matrix.rectangles)
-        part = (*kind, nbytes[kind] // stacked_optimizer.MOST_BYTES)
-        if part not in kinds:
-            kinds[part] = replace(some, gradients=list(some.gradients))
-            continue
-        first = kinds[part]
-        first.numbers = first.numbers + some.numbers
-        first.values = first.values + some.values
-        first.momenta = first.momenta + some.momenta
-        first.us = first.us + some.us
-        first.gradients = [*first.gradients, *some.gradients]
-    return list(kinds.values())
-
-
 def step_of_factors(factors: Sequence[Factors], engine: Engine, power_steps: int) -> None:
     """Step factors, both of each matrix among them."""
-    tensors: list[Any] = [some.gradients for some in factors]
-    sums = engine.sums(tensors, [some.summed_over for some in factors])
-    for some, summed_gradients in zip(factors, sums, strict=True):
-        some.gradients = summed_gradients
-    factors = together(factors)
+    factors = summed(factors, engine)
     for some in factors:
         lr = some.group["lr"]
         # A -= lr * weight_decay * A; 1 - lr * weight_decay as one factor would be rounded alike in every step
@@ -137,20 +80,12 @@ def step_of_factors(factors: Sequence[Factors], engine: Engine, power_steps: int
         # mA += (1 - beta) (gA - mA)
         foreach.average(some.momenta, list(some.gradients), some.group["momentum_beta"], False, some.ok)
         some.gradients = ()
-    momenta = dict[int, Tensor]()
-    for some in factors:
-        momenta |= zip(some.numbers, map(some.upright, some.momenta), strict=True)
-    numbers = sorted(momenta)
-    directions = dict(zip(numbers, engine.factors(numbers, [momenta[i] for i in numbers]), strict=True))  # orth(mA)
-    summed = partial(engine.sums, labels=[some.matrix.group for some in factors])
-    us = [torch.stack(some.us) for some in factors]
-    vectors = power_iterations([some.stack for some in factors], us, power_steps, summed)
-    norms = summed([(u * image).sum(-1) for u, _, image in vectors])  # sA, sB
+    directions = orthogonalized(factors, engine)  # orth(mA)
+    norms = largest_singular_values(factors, engine, power_steps)  # sA, sB
     norm_of = dict[int, Tensor]()
     for some, of_stack in zip(factors, norms, strict=True):
         norm_of |= zip(some.numbers, of_stack.unbind(), strict=True)
-    for some, before, (u, _, _), own in zip(factors, us, vectors, norms, strict=True):
-        torch._foreach_copy_(some.us, list(where(some.ok, u, before).unbind()))
+    for some, own in zip(factors, norms, strict=True):
         others = torch.stack([norm_of[number ^ 1] for number in some.numbers])
         bound = own + others + 1  # lr' = lr / (sA + sB + 1)
         updates = some.upright(torch.stack([directions.pop(number) for number in some.numbers]))
@@ -165,25 +100,6 @@ def write_weights(stack: Stack) -> None:
     W = (A @ B.mT).to(before.dtype)
     changes = (stack.group["lr"] != 0) & (True if stack.ok is None else stack.ok)
     stack.keep(WEIGHT, torch.where(changes, W, before) if isinstance(changes, Tensor) else W if changes else before)
-
-
-def decomposed(shard: Tensor, layout: Layout, rank: int, turn: int) -> Tensor:
-    """``A``, ``B`` and the relative error of ``A B^T`` in one vector, to be received from the rank whose turn it is.
-
-    A cut matrix is put together on all ranks of its group. The error is NaN for a matrix that is zero or not finite.
-    """
-    W = shard
-    if layout.group is not None and layout.sharded:
-        W = shard.new_zeros(layout.shape)
-        own = layout.rectangle
-        W[own.top : own.bottom, own.left : own.right] = shard
-        W = all_reduce(W, layout.group).wait()
-    if layout.rank != turn:
-        return W.new_empty(sum(layout.shape) * rank + 1)
-    A, B, S = low_rank_factors(torch.where(W.isfinite().all(), W, 0), rank)
-    squares = S.double().square()
-    error = (squares[rank:].sum() / squares.sum()).sqrt().to(A.dtype)
-    return torch.cat([A.reshape(-1), B.reshape(-1), error[None]])
 
 
 class FactorPlan(NamedTuple):
@@ -278,10 +194,6 @@ class Spectron(StackedOptimizer):
     ) -> None:
         super().__init__(params, locals())
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of weights, or of :func:`factor_pairs`."""
-        super().add_param_group({"pairs": False, **param_group})
-
     def _iteration(self, group: Mapping[str, Any]) -> NewtonSchulz:
         return iteration_of(group, self.fp32_matmul_prec, self.execution.symmetric_products)
 
@@ -313,14 +225,12 @@ class Spectron(StackedOptimizer):
         described: dict[Tensor, list[DescribedMatrix]] = {}
         for parameter, number in plan.first.items():
             described[parameter] = []
-            names = self.split_of(parameter).names(self.layout(parameter).shape[0])
-            for name, layout in zip(names, self.matrix_layouts(parameter), strict=True):
-                found = "local"
-                for _ in self._sides(parameter, layout):
-                    if schemes[number] != "local":
-                        found = schemes[number].replace("_", " ")
-                    number += 1
-                described[parameter].append(DescribedMatrix(name, layout.shape, found, 1.0, None))
+            for name, layout in self.named_layouts(parameter):
+                count = len(self._sides(parameter, layout))
+                cut = [schemes[i] for i in range(number, number + count) if schemes[i] != "local"]
+                scheme = cut[-1].replace("_", " ") if cut else "local"
+                described[parameter].append(DescribedMatrix(name, layout.shape, scheme, 1.0, None))
+                number += count
         return described
 
     def _settled(self, engine: Engine) -> StepCache:
@@ -341,8 +251,7 @@ class Spectron(StackedOptimizer):
         for name, parameter in zip(self._names(), self._parameters(), strict=True):
             first[parameter] = len(described)
             iteration = self._iteration(self.group_of(parameter))
-            names = self.split_of(parameter).names(self.layout(parameter).shape[0])
-            for part, matrix in zip(names, self.matrix_layouts(parameter), strict=True):
+            for part, matrix in self.named_layouts(parameter):
                 for end, layout in self._sides(parameter, matrix):
                     called = f"{name}[{f'{part} {end}'.strip()}]" if end else name
                     described.append(ParamSpec(called, wide(parameter), layout, iteration=iteration))
@@ -384,6 +293,7 @@ class Spectron(StackedOptimizer):
         return tensors
 
     def _check_group(self, group: dict[str, Any]) -> None:
+        group.setdefault("pairs", False)
         refuse_blockwise(self, "singular values of factors")
         super()._check_group(group)
         note_short_schedule(self._iteration(group), map(self._iteration, self.param_groups[:-1]))
@@ -391,54 +301,14 @@ class Spectron(StackedOptimizer):
         names = names_of_last(self.param_groups)
         for parameter, called in zip(group["params"], names, strict=True):
             layout = self.layout(parameter)
-            if len(layout.cut_dims) > 1:
-                raise ValueError(
-                    f"{name} takes matrices that are cut along their rows or along their columns, but {called}, a "
-                    f"matrix {layout.shape}, is cut along both: shard one dimension of it alone, or give it to "
-                    "TensorParallelMuon"
-                )
+            check_cut(name, called, layout)
             check_placements(f"{name}: {called}", parameter, self.state_tensors(parameter), self.matrix_layouts)
             if group["pairs"]:
-                self._check_factor(parameter, called)
+                check_factor(name, called, layout, self.split_of(parameter))
             else:
-                self._check_rank(parameter, called)
-        if not group["pairs"]:
-            return
-        if len(names) % 2:
-            raise ValueError(f"{name}: a group of pairs has an even number of factors, got {len(names)}")
-        for (a, of_a), (b, of_b) in batched(zip(group["params"], names, strict=True), 2):
-            one = self.layout(a).shape
-            other = self.layout(b).shape
-            if min(one) not in other or min(other) not in one:
-                raise ValueError(
-                    f"{name}: {of_a} and {of_b} are no factors of one weight: {one} and {other} have no rank in common"
-                )
-
-    def _check_rank(self, parameter: Tensor, called: str) -> None:
-        """Refuse a weight that is too small for factors of the rank of its group."""
-        rank = self.group_of(parameter)["rank"]
-        names = self.split_of(parameter).names(self.layout(parameter).shape[0])
-        for part, matrix in zip(names, self.matrix_layouts(parameter), strict=True):
-            most = min(matrix.shape)
-            if rank > most:
-                of_part = f"{called} ({part})" if part else called
-                raise ValueError(
-                    f"{type(self).__name__}: rank must lie in [1, {most}] for {of_part}, a matrix {matrix.shape}, got "
-                    f"{rank}: set rank (options={{'rank': ...}} of build_optimizer, or in a group of its own), or take "
-                    "another optimizer"
-                )
-
-    def _check_factor(self, parameter: Tensor, called: str) -> None:
-        """Refuse a parameter that cannot be a factor of a pair."""
-        name = type(self).__name__
-        layout = self.layout(parameter)
-        if not self.split_of(parameter).is_whole:
-            raise ValueError(f"{name}: {called} is a factor of a pair, and cannot be split into logical matrices")
-        if int(not is_wide(layout)) in layout.cut_dims:
-            raise ValueError(
-                f"{name}: {called}, a factor {layout.shape}, is cut along its rank: cut it along its long side "
-                "(under FSDP2 a shard_placement_fn says so), or keep it whole"
-            )
+                check_rank(name, called, group["rank"], self.named_layouts(parameter))
+        if group["pairs"]:
+            check_pairs(name, names, list(map(self.layout, group["params"])))
 
     def _steps_of(self, ok: Flag) -> dict[int, bool]:
         """Weights that have factors, after some are projected, and factors of which both of a pair step."""
@@ -522,31 +392,25 @@ class Spectron(StackedOptimizer):
         new = [p for p in compress(waiting, begins) if not self._is_projected(p)]
         if not new:
             return
-        matrices = []  # parameter, end of keys, layout, the rank that decomposes it, and what that sends
+        weights = []
+        owners = []  # of each of these: parameter and end of keys
         for index, p in zip(self._indices_of(new), new, strict=True):
             number = self._factors.first[p] // 2
             shards = self.engine.split([index], [local(p)])
             for end, layout, shard in zip(self.key_ends(p), self.matrix_layouts(p), shards, strict=True):
                 turn = number % layout.ranks  # so that ranks share the work
-                sent = decomposed(shard.to(wide(p)), layout, self.group_of(p)["rank"], turn)
-                matrices.append((p, end, layout, turn, sent))
+                weights.append(Weight(shard.to(wide(p)), layout, self.group_of(p)["rank"], turn))
+                owners.append((p, end))
                 number += 1
-        factors = []
-        errors = []
-        for p, end, layout, turn, sent in matrices:
-            r = self.group_of(p)["rank"]
-            own = layout.rectangle
-            x = sent if layout.group is None else broadcast(sent, turn, layout.group).wait()  # the same bits on all
-            A, B, error = x.split([layout.shape[0] * r, layout.shape[1] * r, 1])
-            factors.append((p, f"_A{end}", A.view(-1, r)[own.top : own.bottom]))
-            factors.append((p, f"_B{end}", B.view(-1, r)[own.left : own.right]))
-            errors.append(error)
-        self._note_errors([p for p, *_ in matrices], torch.cat(errors).tolist())
+        found = projected(weights)
+        self._note_errors([p for p, _ in owners], torch.cat([each.error for each in found]).tolist())
         self._session.changing = True
-        for p, end, rows in factors:
-            local(self.state[p][FACTOR + end]).copy_(rows)
-            # up to its norm its singular vector, whatever the order of rows, which may follow the ranks
-            local(self.state[p][U + end]).copy_(rows[:, 0])
+        for (p, end), each in zip(owners, found, strict=True):
+            state = self.state[p]
+            for letter, rows in zip(LETTERS, (each.A, each.B), strict=True):
+                local(state[f"{FACTOR}_{letter}{end}"]).copy_(rows)
+                # up to its norm its singular vector, whatever the order of rows, which may follow the ranks
+                local(state[f"{U}_{letter}{end}"]).copy_(rows[:, 0])
         for p in new:
             self.state[p][PROJECTED].fill_(1)
             self._note_begun(p, PROJECTED)
@@ -569,8 +433,3 @@ class Spectron(StackedOptimizer):
             f"{type(self).__name__} projects {len(largest)} weights to their rank, which changes them by "
             f"{min(largest.values()):.3g} to {largest[worst]:.3g} of their norm, most {worst}"
         )
-
-
-def is_wide(layout: Layout) -> bool:
-    """Whether a parameter that is a factor is (r x rows); squares count as tall."""
-    return layout.shape[0] < layout.shape[1]

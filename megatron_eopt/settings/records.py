@@ -282,9 +282,10 @@ FACTORS = (
 TRANSFORMS = CAUTION + NORM + RELATIVE + SECOND_MOMENT
 """What may be done between the update of a matrix and its weight: see :mod:`~megatron_eopt.settings.modifiers`."""
 
-_SHARED = ADAM + FACTORS + RATES + DECAY + MOMENTUM + PARAMETERS + ITERATION + SCALE + TRANSFORMS + EXECUTION
+MUON = RATES + DECAY + MOMENTUM + PARAMETERS + ITERATION + SCALE + TRANSFORMS + EXECUTION
+"""All settings of Muon."""
 
-RECORDS = {record.name: record for record in _SHARED}
+RECORDS = {record.name: record for record in ADAM + FACTORS + MUON}
 """Name -> record, where an optimizer has none of its own."""
 
 

@@ -5,7 +5,7 @@ ranks, which alone have the further state of a matrix, and come back, by one col
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -80,10 +80,14 @@ class StackedOptimizer(BaseOptimizer):
         described: dict[Tensor, list[DescribedMatrix]] = {}
         for parameter in self._parameters():
             if parameter.ndim > 1:
-                names = self.split_of(parameter).names(self.layout(parameter).shape[0])
-                pairs = zip(names, self._planned(parameter), strict=True)
-                described[parameter] = [self._describe(name, plan, parameter) for name, plan in pairs]
+                pairs = zip(self.named_layouts(parameter), self._planned(parameter), strict=True)
+                described[parameter] = [self._describe(name, plan, parameter) for (name, _), plan in pairs]
         return described
+
+    def named_layouts(self, parameter: Tensor) -> Iterator[tuple[str, Layout]]:
+        """The logical matrices of a parameter: what each is called, and its layout."""
+        names = self.split_of(parameter).names(self.layout(parameter).shape[0])
+        return zip(names, self.matrix_layouts(parameter), strict=True)
 
     def _describe(self, name: str, plan: MatrixPlan, parameter: Tensor) -> DescribedMatrix:
         if plan.layout.sharded:

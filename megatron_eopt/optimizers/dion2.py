@@ -14,7 +14,7 @@ from megatron_eopt.orthogonalize.coefficients import CoefficientType
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.scale import muon_scale_factor
 from megatron_eopt.parallel.layout import Layout
-from megatron_eopt.settings.groups import iteration_of
+from megatron_eopt.settings.iteration import iteration_of
 from megatron_eopt.settings.records import GROUP_PRECISION, Setting
 from megatron_eopt.settings.values import ABOVE_0_UP_TO_1, Scalar
 from megatron_eopt.step.foreach import where

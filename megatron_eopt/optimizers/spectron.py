@@ -29,7 +29,8 @@ from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import Layout
 from megatron_eopt.parallel.plan_records import TpMode
-from megatron_eopt.settings.groups import iteration_of, note_short_schedule, warn
+from megatron_eopt.settings.groups import warn
+from megatron_eopt.settings.iteration import iteration_of, note_short_schedule
 from megatron_eopt.settings.records import Setting
 from megatron_eopt.settings.values import BELOW_1, Scalar, count
 from megatron_eopt.step import foreach

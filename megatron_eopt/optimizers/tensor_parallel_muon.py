@@ -24,14 +24,8 @@ from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import Layout, cut_over, shared_out
 from megatron_eopt.parallel.plan_records import Matrix, TpMode
 from megatron_eopt.settings.execution import Execution
-from megatron_eopt.settings.groups import (
-    DECOUPLED,
-    METHOD,
-    MOMENTUM_STEPS,
-    iteration_of,
-    note_short_schedule,
-    warn,
-)
+from megatron_eopt.settings.groups import DECOUPLED, METHOD, MOMENTUM_STEPS, warn
+from megatron_eopt.settings.iteration import iteration_of, note_short_schedule
 from megatron_eopt.settings.modifiers import GroupModifiers
 from megatron_eopt.settings.of_class import settings_of
 from megatron_eopt.settings.records import DecayMethod, Moment2Method, RelativeUpdate, WeightNorm

@@ -16,7 +16,7 @@ from megatron_eopt.routing.patterns import (
     split_name,
 )
 from megatron_eopt.routing.patterns import families as patterns_of
-from megatron_eopt.routing.settings import RATES
+from megatron_eopt.routing.settings import SCHEDULED
 
 FAR = 4.0  # warn of updates more than so many times larger or smaller than AdamW's
 _NAMED = 3  # families in a line of a resume
@@ -178,8 +178,8 @@ def with_schedule(families: Iterable[ParamPattern], other: Iterable[ParamPattern
     found = []
     for row in rows(families):
         like = others.get(row.name, row)
-        settings = {key: value for key, value in row.settings.items() if key not in RATES}
-        settings |= {key: value for key, value in like.settings.items() if key in RATES}
+        settings = {key: value for key, value in row.settings.items() if key not in SCHEDULED}
+        settings |= {key: value for key, value in like.settings.items() if key in SCHEDULED}
         row = replace(row, settings=settings)
         found.append(replace(row, lr=like.lr, min_lr=like.min_lr, weight_decay=like.weight_decay))
     return patterns_of(found)

@@ -16,7 +16,7 @@ from megatron_eopt.registry import get_optimizer_entry, list_optimizers
 from megatron_eopt.settings.other_names import meant
 from megatron_eopt.settings.records import DecayMethod
 
-RATES = ("lr", "min_lr", "lr_mult", "weight_decay", "start_wd", "end_wd", "wd_mult")
+SCHEDULED = ("lr", "min_lr", "lr_mult", "weight_decay", "start_wd", "end_wd", "wd_mult")
 ENDS = ("start_wd", "end_wd")  # of a weight decay that is not constant
 REPLACED = (
     ("weight_decay", "start_wd"),
@@ -28,7 +28,7 @@ REPLACED = (
 )
 """An absolute value, and a setting that it replaces."""
 
-OF_ALL: dict[str, Any] = {"optimizer": "adam", **dict.fromkeys(RATES, 0.0), "exclude": False}
+OF_ALL: dict[str, Any] = {"optimizer": "adam", **dict.fromkeys(SCHEDULED, 0.0), "exclude": False}
 """Settings that hold whatever the optimizer, with a value of their type."""
 
 # Megatron builds these two, with these arguments; optimizers in the registry are read themselves.
@@ -94,7 +94,7 @@ def check_setting(key: str, raw: Any, optimizer: str | None) -> Any:
     }.get(key)
     if choices is not None and value not in choices:
         raise ValueError(f"unknown {key} {value!r}{near_or_all(value, choices)}")
-    if key in RATES and value < 0:
+    if key in SCHEDULED and value < 0:
         raise ValueError(f"expected a number of at least 0, got {raw!r}")
     return value
 

@@ -17,11 +17,11 @@ emerging-optimizers 0.5, weight_update_hooks.  [3] Wen et al., Hyperball Optimiz
 """
 
 from collections.abc import Container, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_eopt.settings.groups import DECOUPLED, METHOD
-from megatron_eopt.settings.records import DecayMethod, Moment2Method, RelativeUpdate, WeightNorm
+from megatron_eopt.settings.records import RECORDS, DecayMethod, Moment2Method, RelativeUpdate, WeightNorm
 
 RADIUS = "radius"  # kept of each logical matrix whose norm is held
 MOMENT2_BUFFER = "moment2_buffer"
@@ -40,23 +40,23 @@ def without_matrix(key: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupModifiers:
-    """What a group has done to its updates and weights, by its settings; by default nothing but decay."""
+    """What a group has done to its updates and weights, by its settings."""
 
-    decay_method: DecayMethod = "decoupled"
-    cautious_weight_decay: bool = False
-    weight_norm: WeightNorm = "none"
-    brake_outward: float = 0.5
-    brake_inward: float = 1.0
-    relative_update: RelativeUpdate = "none"
-    update_ratio: float = 1.0
-    max_update_rms: float = 0.0
-    moment2_method: Moment2Method = "none"
-    align_rms: bool = True
+    decay_method: DecayMethod
+    cautious_weight_decay: bool
+    weight_norm: WeightNorm
+    brake_outward: float
+    brake_inward: float
+    relative_update: RelativeUpdate
+    update_ratio: float
+    max_update_rms: float
+    moment2_method: Moment2Method
+    align_rms: bool
 
     @classmethod
     def of(cls, group: Mapping[str, Any], known: Container[str]) -> "GroupModifiers":
-        """Those of a group, whose other keys than ``known`` settings may mean anything."""
-        found = {field.name: group[field.name] for field in fields(cls) if field.name in known}
+        """Those of a group, whose keys mean what records say only if an optimizer has these settings, ``known``."""
+        found = {key: group[key] if key in known else RECORDS[key].default for key in MODIFIERS}
         method: DecayMethod | None = group[METHOD] if METHOD in known else "decoupled"
         if method is None:
             method = "decoupled" if group[DECOUPLED] else "l2"
@@ -114,3 +114,6 @@ class GroupModifiers:
                 f"weight_norm 'hold', whose updates have lr times the norm of the weight, and which has no weight "
                 f"decay: take them away"
             )
+
+
+MODIFIERS = [name for name in GroupModifiers.__annotations__ if name in RECORDS]

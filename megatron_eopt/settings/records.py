@@ -282,10 +282,9 @@ FACTORS = (
 TRANSFORMS = CAUTION + NORM + RELATIVE + SECOND_MOMENT
 """What may be done between the update of a matrix and its weight: see :mod:`~megatron_eopt.settings.modifiers`."""
 
-MUON = RATES + DECAY + MOMENTUM + PARAMETERS + ITERATION + SCALE + TRANSFORMS + EXECUTION
-"""All settings of Muon."""
+_SHARED = ADAM + FACTORS + RATES + DECAY + MOMENTUM + PARAMETERS + ITERATION + SCALE + TRANSFORMS + EXECUTION
 
-RECORDS = {record.name: record for record in ADAM + FACTORS + MUON}
+RECORDS = {record.name: record for record in _SHARED}
 """Name -> record, where an optimizer has none of its own."""
 
 

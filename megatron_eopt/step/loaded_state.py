@@ -15,6 +15,7 @@ from torch.optim.optimizer import Optimizer
 from megatron_eopt.settings.groups import differs, warn
 from megatron_eopt.settings.modifiers import without_matrix
 from megatron_eopt.settings.of_class import class_of_ours, settings_of
+from megatron_eopt.settings.records import RATES, names_of
 from megatron_eopt.step.nonfinite import listed
 from megatron_eopt.step.parameters import local
 from megatron_eopt.step.state import (
@@ -32,7 +33,6 @@ logger = logging.getLogger(__name__)
 
 # Settings of the optimizer as a whole with which another value makes the same steps, but for one of tp_mode.
 UNMARKED = frozenset({"tp_mode", "symmetric_products", "share_over_dp", "collective_state_dict"})
-RATES = frozenset({"lr", "weight_decay"})  # which schedulers change
 
 Saved = Sequence[tuple[Tensor, Mapping[str, Any]]]
 """Parameters, and what a state dict has for each."""
@@ -65,7 +65,7 @@ def notes_of_settings(
     defaults = {key: of_class[key].default for key in marked}
     without = dict[str, None]()  # in order
     replaced = dict[str, None]()
-    known = {key for key, setting in of_class.items() if not setting.whole} - RATES
+    known = {key for key, setting in of_class.items() if not setting.whole} - set(names_of(RATES))
     for was, loaded, own in zip(saved, groups, optimizer.param_groups, strict=True):
         writer, _, given = was.get(STATE_OF, "").partition(" ")
         made_with = {**defaults, **json.loads(given or "{}")} if writer else {}

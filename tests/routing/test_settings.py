@@ -14,7 +14,7 @@ from megatron_eopt.routing import OverrideError, resolve
 from megatron_eopt.routing.entries import entries_from_dict
 from megatron_eopt.routing.settings import (
     OF_ALL,
-    RATES,
+    SCHEDULED,
     check_setting,
     optimizer_names,
     settings_of,
@@ -162,7 +162,7 @@ def test_a_value_has_the_type_of_its_setting(key, raw, value):
 
 @pytest.mark.parametrize("raw", [None, True, "", {}, [], -1, math.nan, math.inf, [0.5, 1.0], ["a", "b"]], ids=repr)
 def test_no_setting_of_all_takes(raw):
-    for key in (*RATES, "optimizer"):
+    for key in (*SCHEDULED, "optimizer"):
         with pytest.raises(ValueError, match=r"expected|unknown"):
             check_setting(key, raw, None)
 

@@ -20,24 +20,15 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, CosineAnnealingWarmRestarts, LRScheduler
 from torch.optim.optimizer import Optimizer
 
-from megatron_eopt.plain import OptimizerConfig, list_optimizers
+from megatron_eopt.plain import build_optimizer, list_optimizers
+from megatron_eopt.settings.presets import TO_BEGIN_WITH
 
 BYTES = 256
 CONTEXT = 64
 CORPUS = 200_000  # bytes of docstrings: enough for some hundred small batches
 
-# Learning rates that train this model well, for others than 0.01, and what an optimizer needs beside one.
-RATES = {
-    "adamw": 3e-3,
-    "lion": 3e-4,
-    "signum": 1e-3,
-    "soap": 3e-3,
-    "muon": 0.02,
-    "spectron": 0.02,
-    "polargrad": 0.5,
-    "muon_hyperball": 0.02,
-}
-OPTIONS: dict[str, dict[str, Any]] = {"spectron": {"rank": 16}, "scion": {"radius": 3.0}}
+ADAMW_LR = 3e-3  # trains this model well
+OPTIONS: dict[str, dict[str, Any]] = {"spectron": {"rank": 16}, "scion": {"radius": 3.0}}  # for so small a model
 
 
 class Block(nn.Module):
@@ -110,8 +101,7 @@ def parse_arguments(description: str) -> argparse.Namespace:
     """The command line of both examples."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--optimizer", choices=list_optimizers(), default="muon")
-    parser.add_argument("--lr", type=float, help="learning rate; by default one that suits the optimizer")
-    parser.add_argument("--adam-lr", type=float, default=3e-3, help="that of AdamW beside an optimizer of matrices")
+    parser.add_argument("--lr", type=float, help=f"by default what is recommended beside {ADAMW_LR:g} of AdamW")
     parser.add_argument("--schedule", choices=["constant", "cosine", "restarts"], default="constant")
     parser.add_argument("--restart-every", type=int, default=50, help="steps, for --schedule restarts")
     parser.add_argument("--steps", type=int, default=200)
@@ -125,15 +115,11 @@ def parse_arguments(description: str) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def config_of(arguments: argparse.Namespace, **options: Any) -> OptimizerConfig:
-    """The optimizer that the command line asks for."""
+def optimizer_of(model: nn.Module, arguments: argparse.Namespace, **options: Any) -> Optimizer:
+    """The optimizer that the command line asks for, as it is recommended."""
     name = arguments.optimizer
-    return OptimizerConfig(
-        name=name,
-        lr=RATES.get(name, 0.01) if arguments.lr is None else arguments.lr,
-        muon_adam_lr=arguments.adam_lr,
-        options={**OPTIONS.get(name, {}), **options},
-    )
+    lr = ADAMW_LR * TO_BEGIN_WITH[name].rate if arguments.lr is None else arguments.lr
+    return build_optimizer(model, name, lr=lr, options={**OPTIONS.get(name, {}), **options})
 
 
 def scheduler_of(optimizer: Optimizer, arguments: argparse.Namespace) -> LRScheduler:

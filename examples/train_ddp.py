@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from small_model import SmallModel, config_of, parse_arguments, ranks, scheduler_of, train
+from small_model import SmallModel, optimizer_of, parse_arguments, ranks, scheduler_of, train
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_eopt.family import OPTIMIZERS
-from megatron_eopt.plain import build_optimizer
 
 SHARED_OUT = [row.name for row in OPTIMIZERS.values() if row.takes("data_parallel_group")]
 """Optimizers that share their work out over a ``data_parallel_group``."""
@@ -28,7 +27,7 @@ def main() -> None:
         model = SmallModel().to(device)
         replicated = DistributedDataParallel(model)
         shared = {"data_parallel_group": dist.group.WORLD} if arguments.optimizer in SHARED_OUT else {}
-        optimizer = build_optimizer(replicated, config_of(arguments, **shared))
+        optimizer = optimizer_of(replicated, arguments, **shared)
         scheduler = scheduler_of(optimizer, arguments)
         parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
         first = 0

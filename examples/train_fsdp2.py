@@ -14,15 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from small_model import SmallModel, config_of, parse_arguments, ranks, scheduler_of, train
+from small_model import SmallModel, optimizer_of, parse_arguments, ranks, scheduler_of, train
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
-
-from megatron_eopt.plain import build_optimizer
 
 
 def mesh_of(arguments: argparse.Namespace, device: torch.device) -> DeviceMesh:
@@ -60,7 +58,7 @@ def main() -> None:
         for block in model.blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
-        optimizer = build_optimizer(model, config_of(arguments))
+        optimizer = optimizer_of(model, arguments)
         scheduler = scheduler_of(optimizer, arguments)
         first = load(model, optimizer, scheduler, arguments.load) if arguments.load else 0
 

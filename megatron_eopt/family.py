@@ -156,9 +156,7 @@ _SPECS = (
             "shampoo_beta",
             CliFlag(
                 "precondition_frequency",
-                "Steps from one refresh of the bases to the next: 4 refreshes them in steps 5, 9 and 13. From Python "
-                "the default is 10.",
-                default=1,
+                "Steps from one refresh of the bases to the next: 4 refreshes them in steps 5, 9 and 13.",
             ),
             "use_kl_shampoo",
             "basis_of",

@@ -27,6 +27,7 @@ from megatron_eopt.orthogonalize.choices import listing
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types
 from megatron_eopt.orthogonalize.scale import ScaleMode
 from megatron_eopt.routing.settings import OF_ALL, kind_of, optimizer_names, settings_of
+from megatron_eopt.settings.presets import PRESETS, RECOMMENDED, TO_BEGIN_WITH
 from megatron_eopt.settings.records import CAUTION, MOMENTUM, NORM, RELATIVE, SCALE, SECOND_MOMENT, names_of
 from megatron_eopt.step.state import MOMENTUM_BUFFER, StateTensor
 
@@ -399,11 +400,47 @@ def costs() -> str:
     return table(("", "bytes of a matrix", "test loss less Adam's", "time of a step by Adam's"), rows)
 
 
+DEMO_LR = 3e-3  # of Adam, for the demo's model
+
+
+def begin_flags(name: str, adam_lr: float | None = None) -> str:
+    """Flags of what is recommended of an optimizer; those of rates beside an Adam's rate."""
+    begin = TO_BEGIN_WITH[name]
+    row = OPTIMIZERS.get(name)
+    settings = dict(begin.settings)
+    words = []
+    if "betas" in settings:
+        words += [f"--adam-beta{i} {beta:g}" for i, beta in enumerate(settings.pop("betas"), 1)]
+    preset = PRESETS[RECOMMENDED].settings
+    is_sized = preset.keys() <= settings.keys()
+    flags = {flag.setting: flag for flag in _flags_that_hold(name)}
+    for setting, value in settings.items():
+        if value != flags[setting].default and not (is_sized and setting in preset):
+            words.append(flags[setting].name + ("" if value is True else f" {value}"))
+    words += ["--muon-preset " + RECOMMENDED] * is_sized + begin.flags.split("  ")
+    if adam_lr is not None:
+        lr = adam_lr * begin.rate
+        least = lr if "constant" in begin.flags else lr / 10
+        prefix = "--muon-" if row is not None and row.owns == "matrices" else "--"
+        words.append(f"{prefix}lr {lr:.2g} {prefix}min-lr {least:.2g}".replace("e-05", "e-5"))
+    return " ".join(filter(None, words))
+
+
+def settings() -> str:
+    """Settings to begin with, and rates in those of AdamW."""
+    rows = []
+    for name, begin in TO_BEGIN_WITH.items():
+        name = "adam" if name == "adamw" else name
+        flags = begin_flags("adamw" if name == "adam" else name, DEMO_LR)
+        rows.append((code([name]), code([flags]), f"{begin.rate:.2g}", begin.why))
+    return table(("optimizer", "flags, beside `--lr 0.003` of Adam", "rate by AdamW's", ""), rows)
+
+
 SUPPORT = {"works": "yes", "refused": "no"}
 
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "choosing.md": {"costs": costs},
-    "optimizers.md": {"owns": owns, "state": state},
+    "optimizers.md": {"owns": owns, "settings": settings, "state": state},
     "overrides.md": {"settings": override_settings, "settings of one": override_settings_of_one},
     "plain-torch.md": {"plain": plain},
     "measured.md": {"shares": shares},

@@ -28,6 +28,12 @@ def test_every_optimizer_is_in_the_first_tables_of_the_page_of_optimizers():
         assert f"\n| `{name}` |" in settings
 
 
+@pytest.mark.parametrize("page", ["README.md", *(f"docs/{name}.md" for name in "index adam-to-muon choosing".split())])
+def test_pages_recommend_muon_as_the_table_does(page):
+    words = (ROOT / page).read_text().replace("\\\n", " ").split()
+    assert tables.begin_flags("muon") in " ".join(words)
+
+
 def test_a_page_without_marks_is_refused(monkeypatch, tmp_path):
     (tmp_path / "support.md").write_text("<!-- works -->\n")
     monkeypatch.setattr(tables, "DOCS", tmp_path)

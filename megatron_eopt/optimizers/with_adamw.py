@@ -342,6 +342,9 @@ class WithAdamW(ReportingOptimizer):
 class Muon(WithAdamW):
     """Muon for matrices, AdamW for the rest: one torch optimizer.
 
+    Its updates have Jordan's size, for rates such as 0.02. ``build_optimizer(model, "muon", lr=3e-4)`` is what is
+    recommended: updates as large as AdamW's.
+
     For a matrix ``W`` (m x n) with gradient ``g``, in this order:
 
     1. ``M <- momentum M + g``, kept as ``momentum_buffer``;

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
-from megatron_eopt.family import DEFAULT_TP_MODE, OPTIMIZERS
+from megatron_eopt.family import ADAMW_RMS, DEFAULT_TP_MODE, LIKE_MUON, OPTIMIZERS
 from megatron_eopt.matrices import ATTRIBUTE, tag_declared, warn_of_unmatched
 from megatron_eopt.optimizer_spec import OptimizerSpec
 from megatron_eopt.optimizers.adamw import AdamW
@@ -28,8 +28,10 @@ from megatron_eopt.plain import kinds
 from megatron_eopt.plain.kinds import Group, Rule, decays
 from megatron_eopt.plain.options import OptimizerConfig, config_of, given_fields, set_fields
 from megatron_eopt.registry import get_optimizer_builder, register_optimizer
+from megatron_eopt.routing.checks import FAR
 from megatron_eopt.screen import counted
 from megatron_eopt.settings.execution import gathered
+from megatron_eopt.settings.presets import RECOMMENDED, TO_BEGIN_WITH, presets_of
 from megatron_eopt.step.nonfinite import listed, warn_of_fp16
 from megatron_eopt.step.ownership import KIND, ownership
 from megatron_eopt.step.parameters import FLATTENED, FSDP1_MESSAGE, NAME, parameters_in
@@ -53,8 +55,12 @@ ADAM_LR = 3e-4  # beside an optimizer whose config names no rate
 _FUSED_ADAM = {"transformer_engine": "transformer_engine.pytorch.optimizers", "apex": "apex.optimizers"}
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig | Any) -> ReportingOptimizer:
-    """Build the optimizer that a config names for a model.
+def build_optimizer(model: nn.Module, config: OptimizerConfig | Any, **fields: Any) -> ReportingOptimizer:
+    """Build an optimizer for a model, by name as it is recommended.
+
+    ``build_optimizer(model, "muon", lr=3e-4)`` is all that most need: updates of the size of AdamW's, whose rate that
+    is. It is ``OptimizerConfig(name="muon", preset="match_adamw", lr=3e-4)``. A config without ``preset`` has the sizes
+    of the class, and a log says how large these are.
 
     Weight decay is for trainable parameters of more than one dimension without "bias" in their name: these are the
     builder's first group, and all others the second one; one of the two may be empty. Each parameter gets its name as
@@ -72,8 +78,9 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig | Any) -> Reportin
     Args:
         model: as it lies for training.
         config: an :class:`~megatron_eopt.plain.options.OptimizerConfig`, a mapping or any object with some of its
-            fields, ``name`` among them, or the name alone. A builder that you registered gets the mapping or object as
+            fields, ``name`` among them; or the name alone. A builder that you registered gets the mapping or object as
             it is, so it may have further fields.
+        **fields: of the config, beside a name.
 
     Returns:
         One torch optimizer, which says what it does; that of matrices has an AdamW for the rest inside. A builder that
@@ -84,13 +91,16 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig | Any) -> Reportin
         ValueError: for an unknown name, a field that the optimizer has no use of, FSDP1, what the optimizer refuses,
             and a builder that leaves out parameters.
     """
+    if isinstance(config, str):
+        preset = {"preset": RECOMMENDED} if config in OWN else {}
+        config = config_of({"name": config, **preset, **fields}, config)
+    elif fields:
+        raise TypeError(f"{', '.join(fields)} go into the config; they stand beside a name alone")
     given = given_fields(config)
     optimizer_name = given["name"]
     weight_decay = given.get("weight_decay", OptimizerConfig.weight_decay)
     builder = get_optimizer_builder(optimizer_name)
-    if isinstance(config, str):
-        config = OptimizerConfig(name=config)
-    elif optimizer_name in OWN:
+    if optimizer_name in OWN:
         filled = config_of(config, optimizer_name)
         _check_idle(optimizer_name, config)
         config = filled
@@ -128,23 +138,57 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig | Any) -> Reportin
     table = optimizer.explain() if isinstance(optimizer, WithAdamW) else ownership([optimizer])
     frozen = len(named) - len(trained)
     _log(f"{optimizer_name}:\n{table}" + f"\n{counted(frozen, 'parameter')} frozen" * bool(frozen))
+    if optimizer_name in OPTIMIZERS and given.get("preset") is None:
+        _tell_size(optimizer_name, optimizer, given.get("lr"))
     return optimizer
+
+
+def _tell_size(name: str, optimizer: Optimizer, lr: Any) -> None:
+    """Say how large updates are beside AdamW's, where no preset sizes them."""
+    row = OPTIMIZERS[name]
+    sizes = [] if row.update_rms is None else [row.update_rms]
+    if isinstance(optimizer, WithAdamW):
+        for matrices in optimizer.matrices.described_matrices(settled=False).values():
+            sizes += [matrix.rms for matrix in matrices if matrix.rms]
+    if not sizes:
+        return
+    ends = sorted({min(sizes), max(sizes)})
+    if ends[0] >= ADAMW_RMS / 2 and ends[-1] <= ADAMW_RMS * 2:
+        return
+    times = [size / ADAMW_RMS for size in ends]
+    said = f"{name} without a preset makes updates of RMS {_span(ends)}, {_span(times)} times AdamW's {ADAMW_RMS:g}"
+    if lr is None or name not in LIKE_MUON or (times[0] * FAR >= 1 and times[-1] <= FAR):
+        _log(said)
+        return
+    advice = f"keep them if lr {lr:g} is chosen for that, or set preset={RECOMMENDED!r} for AdamW's size"
+    _log(f"{said}: {advice}", logging.WARNING)
+
+
+def _span(values: Sequence[float]) -> str:
+    return " to ".join(f"{value:.2g}" for value in values)
 
 
 def _filled(config: OptimizerConfig) -> OptimizerConfig:
     """The config with what it leaves to us: rates of matrices and of AdamW, and ``eps``."""
-    rates = config.lr, config.lr
-    if config.lr is None:
-        rates = signature(OWN[config.name]).parameters["lr"].default, ADAM_LR
-        _log(f"{config.name}: lr {rates[0]:g}, the default of the class, as the config names none")
-    adam_lr = rates[1] if config.muon_adam_lr is None else config.muon_adam_lr
+    lr = config.lr
+    adam_lr = config.muon_adam_lr
+    if config.preset is not None:
+        check_choice(f"preset of {config.name}", config.preset, presets_of(config.name))
+        ratio = TO_BEGIN_WITH[config.name].rate
+        if adam_lr is None:
+            adam_lr = ADAM_LR if lr is None else lr / ratio
+        lr = adam_lr * ratio if lr is None else lr
+    elif lr is None:
+        lr = signature(OWN[config.name]).parameters["lr"].default
+        adam_lr = ADAM_LR if adam_lr is None else adam_lr
+    adam_lr = lr if adam_lr is None else adam_lr
     eps = 1e-8 if config.eps is None else config.eps
-    return replace(config, lr=rates[0], muon_adam_lr=adam_lr, eps=eps)
+    return replace(config, lr=lr, muon_adam_lr=adam_lr, eps=eps)
 
 
 def _check_idle(name: str, config: Any) -> None:
     """Refuse fields that an optimizer has no use of; warn where a parser may have filled them."""
-    used = {"name", "options", "lr", "weight_decay", *signature(OWN[name]).parameters}
+    used = {"name", "preset", "options", "lr", "weight_decay", *signature(OWN[name]).parameters}
     used |= _OWN_FIELDS.get(name, set())
     if name in BESIDE_ADAMW:
         used |= {"betas", "eps", "fused", "muon_adam_lr"}
@@ -281,7 +325,7 @@ def _warn_of_fp16(parameters: Sequence[Tensor]) -> None:
 
 
 def _settings(config: OptimizerConfig, cls: Callable[..., Optimizer], **own: Any) -> dict[str, Any]:
-    """Arguments of a class: its own fields, those it shares with others, and options."""
+    """Arguments of a class: its own fields, those it shares with others, options, and what its preset says."""
     known: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
     if config.name in OPTIMIZERS and OPTIMIZERS[config.name].betas:  # the eps of others is another
         shared = {"betas": config.betas, "eps": config.eps, "warmup_steps": config.schedule_free_warmup_steps}
@@ -289,7 +333,11 @@ def _settings(config: OptimizerConfig, cls: Callable[..., Optimizer], **own: Any
             if value is not None and name in signature(cls).parameters:
                 known[name] = value
     known |= {name: value for name, value in own.items() if value is not None}
-    return dict(**known, **config.options)  # a TypeError for an option that a field says
+    known = dict(**known, **config.options)  # a TypeError for an option that a field says
+    preset = {} if config.preset is None else dict(presets_of(config.name)[config.preset])
+    if cls is Muon and "num_ns_steps" in preset:
+        preset["ns_steps"] = preset.pop("num_ns_steps")
+    return preset | known
 
 
 def _fused(parameters: Sequence[Tensor], config: OptimizerConfig) -> bool | None:

@@ -11,13 +11,19 @@ Package = Literal["transformer_engine", "apex"]
 
 @dataclass(kw_only=True)
 class OptimizerConfig:
-    """What :func:`~megatron_eopt.plain.build.build_optimizer` builds.
+    """What ``build_optimizer`` builds; without ``preset`` as the class does.
 
-    A field that the optimizer has no use of is an error; None leaves it out.
+    The defaults of classes are those of their originals, whose sizes of updates differ: those of ``muon`` are Jordan's,
+    for rates such as 0.02. A ``preset`` sets what is recommended. A field that the optimizer has no use of is an error;
+    None leaves it out.
 
     Attributes:
         name: under which a builder is registered.
-        lr: learning rate; of optimizers of matrices, that of the matrices. None for the default of the class.
+        preset: ``match_adamw`` for what is recommended of the optimizer
+            (:data:`~megatron_eopt.settings.presets.TO_BEGIN_WITH`), a published one of ``muon``, ``adaptive_muon`` or
+            ``mars_muon``, or ``megatron`` of ``soap``. Fields and options come before it. None for the class's own.
+        lr: learning rate; of optimizers of matrices, that of the matrices. None for the default of the class, with a
+            ``preset`` for what is recommended beside AdamW's rate.
         weight_decay: of parameters with more than one dimension.
         betas: of ``lion``, ``schedule_free_adamw``, ``ademamix``, ``soap`` and AdamW, also beside an optimizer of
             matrices. None for the optimizer's own, (0.9, 0.95) of AdamW.
@@ -26,8 +32,8 @@ class OptimizerConfig:
             ``apex``, for ``adamw`` alone, for that package's FusedAdam.
         muon_momentum: of ``muon``, in [0, 1); None for 0.95.
         muon_ns_steps: Newton-Schulz steps of ``muon``, 1 to 100; None for 5.
-        muon_adam_lr: learning rate of AdamW beside an optimizer of matrices; None for ``lr``, and for 3e-4 where that
-            is None too.
+        muon_adam_lr: learning rate of AdamW beside an optimizer of matrices; None for ``lr``, with a ``preset`` for
+            the rate beside which ``lr`` is recommended; 3e-4 where ``lr`` is None too.
         muon_embeddings: whether ``muon`` rather than AdamW is given embeddings, output layers and biases, where they
             are matrices whose long side is at most ten times the short one, as in KempnerForge.
         schedule_free_warmup_steps: of ``schedule_free_adamw``, at least 0; None for 0.
@@ -37,6 +43,7 @@ class OptimizerConfig:
     """
 
     name: str = "adamw"
+    preset: str | None = None
     lr: float | None = None
     weight_decay: float = 0.1
     betas: tuple[float, float] | None = None

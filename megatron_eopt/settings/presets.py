@@ -1,7 +1,7 @@
-"""Published settings of Muon and of SOAP, by name."""
+"""Settings to begin with, and published ones of Muon and of SOAP, by name."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -102,6 +102,93 @@ PRESETS_OF_SOAP = {
         "Megatron-Core's defaults",
     )
 }
+
+
+RECOMMENDED = "match_adamw"
+"""The preset of a call by name: in plain torch it stands for all that is in :data:`TO_BEGIN_WITH`."""
+
+
+@dataclass(frozen=True)
+class ToBeginWith:
+    """What an optimizer is recommended with.
+
+    Attributes:
+        rate: of what it owns, in AdamW's rates of the same run.
+        settings: arguments of its class.
+        flags: of a run, beside those of the settings.
+        why: in a few words.
+    """
+
+    rate: float
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    flags: str = ""
+    why: str = ""
+
+
+_MUON = {**PRESETS[RECOMMENDED].settings, "coefficient_type": "quintic", "fp32_matmul_prec": "medium", "momentum": 0.95}
+
+TO_BEGIN_WITH = {
+    "adamw": ToBeginWith(1.0),
+    "muon": ToBeginWith(
+        1.0,
+        {**_MUON, "nesterov": True},
+        why="updates the size of AdamW's; small models bear more",
+    ),
+    "adaptive_muon": ToBeginWith(1.0, {**_MUON, "nesterov": True, "moment2_method": "normuon"}, why="as Muon"),
+    "spectron": ToBeginWith(
+        20.0,
+        {"momentum_beta": 0.95},
+        "--spectron-rank 32",
+        "the paper's momentum, and its rank, a quarter of a side",
+    ),
+    "soap": ToBeginWith(1.0, {"betas": (0.95, 0.95)}, why="Adam's updates, in another basis"),
+    "shampoo": ToBeginWith(2.0),
+    "kl_shampoo": ToBeginWith(3.0, {"precondition_frequency": 10}, why="new bases in every tenth step, as SOAP"),
+    "psgd_kron": ToBeginWith(1 / 3, why="an update is as large as Lion's"),
+    "lion": ToBeginWith(0.2, {}, "--weight-decay 0.1", "3 to 10 times less than AdamW's rate, as much more decay"),
+    "signum": ToBeginWith(0.2, {}, "--weight-decay 0.1", "as Lion"),
+    "schedule_free_adamw": ToBeginWith(
+        2 / 3,
+        {},
+        "--lr-decay-style constant --lr-warmup-iters 0 --schedule-free-adamw-warmup-steps 10",
+        "its own warm-up in the place of Megatron's",
+    ),
+    "ademamix": ToBeginWith(
+        1.0,
+        {},
+        "--ademamix-alpha 8 --ademamix-alpha-warmup 200 --ademamix-beta3-warmup 200",
+        "the authors' alpha, and warm-ups over the whole run",
+    ),
+    "scion": ToBeginWith(0.9, {"radius": 50.0}, why="the paper's radius for hidden matrices"),
+    "polargrad": ToBeginWith(
+        100 / 3,
+        {"coefficient_type": "polar_express", "num_ns_steps": 8},
+        why="steps that leave singular values at 1, as its size is a sum of them",
+    ),
+    "muon_hyperball": ToBeginWith(20.0, {"momentum": 0.95, "nesterov": True}, why="the rate is the angle of a step"),
+    "mars_muon": ToBeginWith(1.0, _MUON, why="as Muon, without its look-ahead"),
+    "dion": ToBeginWith(20 / 3, {"rank_fraction": 0.25}, why="one of the paper's fractions"),
+    "dion2": ToBeginWith(20 / 3, {"fraction": 0.25}, why="Dion's rate, and the authors' fraction"),
+    "sinkgd": ToBeginWith(1 / 3, why="an update is as large as Lion's"),
+}
+"""Name of an optimizer -> what it is recommended with; tables, examples and builders read it here.
+
+Rates are those of a coarse sweep of the demo's model, divided by AdamW's there, 3e-3; Muon's is that at which its
+updates are as large as AdamW's.
+"""
+
+
+def presets_of(optimizer: str) -> dict[str, Mapping[str, Any]]:
+    """The presets of an optimizer of plain torch by name, each with all settings that are recommended with it."""
+    to_begin_with = TO_BEGIN_WITH[optimizer].settings
+    published: Mapping[str, Preset] = {}
+    if "scale_mode" in to_begin_with:
+        published = PRESETS
+    elif optimizer == "soap":
+        published = PRESETS_OF_SOAP
+    return {RECOMMENDED: to_begin_with} | {
+        name: {**to_begin_with, **preset.settings} for name, preset in published.items()
+    }
 
 
 def described(settings: Mapping[str, Any]) -> str:

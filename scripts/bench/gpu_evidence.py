@@ -38,7 +38,7 @@ SILENT = "--optimizer-metrics-interval 0"
 RUNS = {
     **{f"adam-{rate:g}": ("--optimizer adam", rate) for rate in (6e-4, 1.2e-3, 3e-4)},
     **{f"muon-{rate:g}": (MUON, rate) for rate in (6e-4, 1.2e-3)},
-    "soap-0.0006": (f"--optimizer soap {SILENT}", 6e-4),
+    "soap-0.0006": (f"--optimizer soap --soap-precondition-frequency 1 {SILENT}", 6e-4),
     "kl_shampoo-0.0006": (f"--optimizer kl_shampoo {SILENT}", 6e-4),
 }
 _PEAK = re.compile(r"max allocated: ([\d.]+)")  # in MB

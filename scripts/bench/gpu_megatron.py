@@ -33,7 +33,7 @@ class Row(NamedTuple):
 ROWS = {  # those first that decide
     "Adam": Row(f"{DISTRIBUTED} {ADAM}"),
     "Muon": Row(f"{DISTRIBUTED} {MUON}"),
-    "SOAP": Row(f"{DISTRIBUTED} --optimizer soap {SILENT}", 12),
+    "SOAP": Row(f"{DISTRIBUTED} --optimizer soap --soap-precondition-frequency 1 {SILENT}", 12),
     "adaptive_muon": Row(f"{DISTRIBUTED} {MUON} --optimizer adaptive_muon"),
     "experts: Adam": Row(f"{DISTRIBUTED} {EXPERTS} {ADAM}"),
     "experts: Muon": Row(f"{DISTRIBUTED} {EXPERTS} {MUON}"),

@@ -221,7 +221,7 @@ def test_typed_flags_reach_any_config(parse):
     args = parse(*"--optimizer muon --muon-preset match_adamw --muon-lr 2e-3 --muon-split all".split())
     config = config_as_frameworks_make_it(args)
     assert (config.muon_preset, config.matrix_lr, config.muon_split) == ("match_adamw", 2e-3, "all")
-    assert config.soap_precondition_frequency == 1  # the flag's default, which the constructor's is not
+    assert config.soap_precondition_frequency == 10  # the flag's default, which that of Megatron's config is not
     assert config.lr_decay_style == "linear"
 
 

@@ -1,7 +1,8 @@
 """Launches of a Triton kernel for arguments like earlier ones.
 
-Triton looks at every argument in every launch, to find what it compiled for such ones. That takes the host longer than
-a product of small matrices takes a GPU.
+Triton looks at every argument in every launch, to find what it compiled for such ones: 25 us of the host for a product
+(triton 3.9), and 6.5 where that is known. A step of Muon has 58 products for a GPT of 124M and 350 for 1.3B, and on an
+H200 the host takes as long as the device. Compiled kernels are started as in triton's tutorial on fused softmax.
 """
 
 import logging

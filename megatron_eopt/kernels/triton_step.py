@@ -181,7 +181,6 @@ def _corrected(g, previous, row, corrections, AVERAGE: tl.constexpr, INTERPRETED
 @triton.jit(do_not_specialize=["tiles"])
 def corrections_kernel(  # type: ignore[no-untyped-def]
     table,
-    flag,
     corrections,
     norms,
     tiles,
@@ -332,7 +331,6 @@ def moment_kernel(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["tiles"])
 def lines_kernel(  # type: ignore[no-untyped-def]
     table,
-    flag,
     factors,
     norms,
     tiles,
@@ -365,7 +363,6 @@ def lines_kernel(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["tiles"])
 def products_kernel(  # type: ignore[no-untyped-def]
     table,
-    flag,
     factors,
     norms,
     tiles,

@@ -71,8 +71,8 @@ def counted_kernels(launched: Callable[[Any, Any, torch.Tensor], object], sent: 
     ``launched`` gets the kernel, the launch and the tensor of updates or factors; ``sent`` is called for each table.
     """
 
-    def launch(kernel: Any, x: Any, flags: torch.Tensor, other: torch.Tensor, *numbers: Any) -> None:
-        launched(kernel, x, other)
+    def launch(kernel: Any, x: Any, *given: Any) -> None:
+        launched(kernel, x, given["flag" in kernel.arg_names])  # which comes first
 
     def on_device(table: torch.Tensor, device: torch.device) -> Any:
         sent()

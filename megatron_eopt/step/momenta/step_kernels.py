@@ -156,7 +156,7 @@ class StepKernels:
         launches = self._launches(corrections_kernel, stack, updates, ("gradient", "previous"), {})
         norms = [_room(x, updates, 1) for x in launches]
         for x, out in zip(launches, norms, strict=True):
-            launch(corrections_kernel, x, x.table, corrections, out)
+            launch(corrections_kernel, x, corrections, out)
         [of_matrices] = _by_matrix(launches, norms, updates, 1)
         return of_matrices
 
@@ -209,7 +209,7 @@ class StepKernels:
         launches = self._launches(products_kernel, stack, factors, ("weight",), {})
         norms = [_room(x, factors, 4) for x in launches]
         for x, out in zip(launches, norms, strict=True):
-            launch(products_kernel, x, x.table, factors[x.first], out)
+            launch(products_kernel, x, factors[x.first], out)
         return _by_matrix(launches, norms, factors, 4)
 
     def norms_of_lines(self, stack: MomentumStack, factors: Tensors, by_rows: bool) -> list[Tensor]:
@@ -223,7 +223,7 @@ class StepKernels:
             down, across = x.grid
             shape = (piece.rows, across) if by_rows else (down, piece.cols)
             out = norms[x.first].new_empty(len(x.pieces), *shape)
-            launch(lines_kernel, x, x.table, factors[x.first], out)
+            launch(lines_kernel, x, factors[x.first], out)
             for of_matrix, some in zip(x.pieces, out.unbind(), strict=True):
                 norms[of_matrix.matrix] = some
         return norms
@@ -540,14 +540,15 @@ def on_device(table: Tensor, device: torch.device) -> Tensor:
     return table if device.type == "cpu" else table.pin_memory().to(device, non_blocking=True)
 
 
-def launch(kernel: Any, x: Launch, flag: Tensor, *numbers: Any) -> None:
+def launch(kernel: Any, x: Launch, *given: Any) -> None:
     """Start a kernel on the device of its tensors, which come before its numbers."""
     from megatron_eopt.kernels.triton_step import OPTIONS, launchers
 
-    tensors = [x.table, flag, *takewhile(lambda y: isinstance(y, Tensor), numbers)]
-    rest = (*numbers[len(tensors) - 2 :], x.tiles)
-    if any(isinstance(number, Tensor) for number in rest):
+    of_launch = [*takewhile(lambda y: isinstance(y, Tensor), given)]
+    numbers = (*given[len(of_launch) :], x.tiles)
+    tensors = [x.table, *of_launch]
+    if any(isinstance(number, Tensor) for number in numbers):
         with torch.cuda.device_of(x.table):  # triton takes the current one
-            kernel[(x.programs,)](*tensors, *rest, **x.constants, **OPTIONS)
+            kernel[(x.programs,)](*tensors, *numbers, **x.constants, **OPTIONS)
     else:
-        launchers[kernel](tensors, rest, x.programs, x.fixed)
+        launchers[kernel](tensors, numbers, x.programs, x.fixed)

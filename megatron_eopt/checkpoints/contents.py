@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from megatron_eopt.checkpoints.gate import load_pickle, load_saved
 
 METADATA = ".metadata"
-FORMAT = "metadata.json"
+FORMAT_FILE = "metadata.json"
 COMMON_FILE = "common.pt"
 COMMON_KEY = "common_state/shard_0_1"
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -131,11 +131,11 @@ def newest(folder: Path) -> Path:
 def read_contents(folder: Path) -> Contents:
     """Read a checkpoint's metadata, or raise a :class:`CheckpointError`."""
     try:
-        backend = json.loads(read_text(folder / FORMAT))["sharded_backend"]
+        backend = json.loads(read_text(folder / FORMAT_FILE))["sharded_backend"]
     except (ValueError, TypeError, KeyError, OSError, RecursionError) as error:
         raise CheckpointError(
-            f"{folder}: {FORMAT} cannot be read ({error}), which Megatron writes last: the save did not finish, or it "
-            f"is no torch_dist checkpoint. Take the checkpoint before it, or name one"
+            f"{folder}: {FORMAT_FILE} cannot be read ({error}), which Megatron writes last: the save did not finish, "
+            f"or it is no torch_dist checkpoint. Take the checkpoint before it, or name one"
         ) from error
     if backend != "torch_dist":
         raise CheckpointError(f"{folder} is in the format {backend!r}, and only torch_dist is read here")

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 BLOCK = "megatron_eopt"  # key under which this package writes into each of Megatron's optimizers: our block
+BLOCK_FORMAT = 1  # of our blocks; it grows when an older release could not read a checkpoint any more
 MAIN = "fp32_param"  # state key of the main copy in runs with bf16 or fp16
 # Megatron's distributed optimizer puts the number of the optimizer ahead.
 _STATE = re.compile(r"(?:chained_\d+\.)*optimizer\.state\.([^.]+)\.(.+)")

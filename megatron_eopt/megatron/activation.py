@@ -21,7 +21,7 @@ from megatron_eopt.matrices import ATTRIBUTE
 from megatron_eopt.megatron import command_line, releases
 from megatron_eopt.megatron.at_average import evaluated_at_average
 from megatron_eopt.megatron.builders import checked_elsewhere, wrap_emerging_builder, wrap_group_builder
-from megatron_eopt.megatron.checkpoints import fsdp_dtensor, integrity, keys, loading
+from megatron_eopt.megatron.checkpoints import fsdp_dtensor, group_settings, integrity, keys, loading
 from megatron_eopt.megatron.qk_clip import clip
 from megatron_eopt.megatron.run_flags import FLAGS
 from megatron_eopt.megatron.wrappers import shard_of
@@ -160,7 +160,7 @@ def _of_training() -> list[Redirection]:
         Redirection(checkpointing, "_load_base_checkpoint", integrity.checked_base, named),
         Redirection(checkpointing, "generate_state_dict", keys.name_layers, apart),
         Redirection(checkpointing, "preprocess_fsdp_dtensor_state_dict", fsdp_dtensor.prepared, prepared),
-        Redirection(checkpointing, "load_checkpoint", loading.with_optimizer, in_place),
+        Redirection(checkpointing, "load_checkpoint", group_settings.with_optimizer, in_place),
         Redirection(parsing, "add_megatron_arguments", amended, parsed),
         Redirection(parsing, "validate_args", command_line.validated, fsdp),
         Redirection(training, "evaluate", evaluated_at_average, at_average),

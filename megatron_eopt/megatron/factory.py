@@ -8,9 +8,10 @@ from typing import Any
 
 from megatron_eopt.checkpoints.contents import TRACKER
 from megatron_eopt.megatron import assignment, consensus, dealing, fsdp, qk_clip, releases
+from megatron_eopt.megatron.checkpoints.adam_state import let_adam_be_saved
 from megatron_eopt.megatron.checkpoints.fsdp_dtensor import SavedShards
 from megatron_eopt.megatron.checkpoints.keys import layers_differ, set_per_layer_keys
-from megatron_eopt.megatron.checkpoints.sharded_state import SavedState, let_adam_be_saved, refuse_unsaved
+from megatron_eopt.megatron.checkpoints.sharded_state import SavedState, refuse_unsaved
 from megatron_eopt.megatron.command_line import loads_its_own
 from megatron_eopt.megatron.config import config_of_run
 from megatron_eopt.megatron.first_step import check_steps, warn_of_unused

@@ -22,7 +22,7 @@ _DIGITS = r"(?:0|[1-9][0-9]*)"
 # Between dots, as layers and experts are numbered, and behind the names of grouped experts' parameters.
 _NUMBER = re.compile(rf"(?<![^.]){_DIGITS}(?![^.])|(?:(?<=\.weight)|(?<=\.bias)){_DIGITS}\Z")
 _SHOWN_BOXES = 3
-FORMAT = 1  # of JSON; counts up with every change that an older release cannot read
+MANIFEST_FORMAT = 1  # of JSON; counts up with every change that an older release cannot read
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def to_json(families: Iterable[ParamPattern]) -> dict[str, Any]:
         pattern = row.pop("name")
         optimizer = row.pop("optimizer")
         written.append({"pattern": pattern, "members": family.members, "owner": optimizer} | row)
-    return json.loads(json.dumps({"format": FORMAT, "families": written}))
+    return json.loads(json.dumps({"format": MANIFEST_FORMAT, "families": written}))
 
 
 def write_json(families: Iterable[ParamPattern], file: str) -> None:
@@ -133,10 +133,10 @@ def from_json(manifest: Any) -> list[ParamPattern]:
     """The patterns; ``ValueError`` for a newer format, and for what is no manifest."""
     try:
         number = manifest["format"]
-        if number > FORMAT:
+        if number > MANIFEST_FORMAT:
             raise ValueError(
-                f"the manifest has format {number}, and this release of megatron_eopt reads up to {FORMAT}: install "
-                f"the release that wrote it, or a later one"
+                f"the manifest has format {number}, and this release of megatron_eopt reads up to {MANIFEST_FORMAT}: "
+                f"install the release that wrote it, or a later one"
             )
         return [_family(dict(family)) for family in manifest["families"]]
     except (KeyError, TypeError, AttributeError) as error:

@@ -12,7 +12,7 @@ from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 
 from megatron_eopt.matrices import query_key_value
 from megatron_eopt.megatron.checkpoints.keys import name_layers, set_per_layer_keys
-from megatron_eopt.megatron.checkpoints.sharded_state import joined, sharded_state
+from megatron_eopt.megatron.checkpoints.shards import joined, sharded_state
 from megatron_eopt.parallel.layout import Layout, split_layout
 from megatron_eopt.parallel.rectangles import cut, whole
 from megatron_eopt.step.state import StateTensor

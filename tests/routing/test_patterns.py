@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_eopt.routing import ParamPattern, families, from_json, merged, rows, to_json
-from megatron_eopt.routing.patterns import FORMAT, compressed, expanded, join_name, split_name
+from megatron_eopt.routing.patterns import MANIFEST_FORMAT, compressed, expanded, join_name, split_name
 from tests.routing.manifests import any_rows, changed, model, one_of_each_name, row
 
 INDICES = st.integers(0, 3).flatmap(lambda stars: st.sets(st.tuples(*[st.integers(0, 4)] * stars)))
@@ -118,8 +118,10 @@ def test_families_come_back_from_json_and_from_pickle(found, order):
 
 
 def test_what_is_no_manifest_is_refused():
-    newer = to_json(families(model())) | {"format": FORMAT + 1, "families": "something else"}
-    with pytest.raises(ValueError, match=f"has format {FORMAT + 1}, and this release of megatron_eopt reads up to 1"):
+    newer = to_json(families(model())) | {"format": MANIFEST_FORMAT + 1, "families": "something else"}
+    with pytest.raises(
+        ValueError, match=f"has format {MANIFEST_FORMAT + 1}, and this release of megatron_eopt reads up to 1"
+    ):
         from_json(newer)
     for said in (None, [], {}, {"format": "1", "families": []}, {"format": 1}, {"format": 1, "families": [3]}):
         with pytest.raises(ValueError, match="damaged"):

@@ -20,18 +20,13 @@ from torch.optim import Adam, AdamW
 from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.checkpoints.contents import CheckpointError, read_layout
-from megatron_eopt.checkpoints.states import BLOCK, StateDict
+from megatron_eopt.checkpoints.states import BLOCK, BLOCK_FORMAT, StateDict
 from megatron_eopt.matrices import WHOLE, Split
+from megatron_eopt.megatron.checkpoints.changes import report_changes, report_converted, report_settings
+from megatron_eopt.megatron.checkpoints.group_settings import groups_after_load, saved_settings
 from megatron_eopt.megatron.checkpoints.integrity import resumed
-from megatron_eopt.megatron.checkpoints.keys import FORMAT, OF_ANOTHER, other_states, taken_for_its_own, too_new
-from megatron_eopt.megatron.checkpoints.loading import (
-    groups_after_load,
-    report_changes,
-    report_converted,
-    report_settings,
-    settings_of,
-)
-from megatron_eopt.megatron.checkpoints.sharded_state import along, sides_of
+from megatron_eopt.megatron.checkpoints.refusals import OF_ANOTHER, other_states, taken_for_its_own, too_new
+from megatron_eopt.megatron.checkpoints.shards import along, sides_of
 from megatron_eopt.megatron.consensus import from_rank_0, union
 from megatron_eopt.megatron.fused import in_shards
 from megatron_eopt.megatron.model_parameters import ModelParameter
@@ -69,7 +64,7 @@ class SavedShards:
                 for values in optimizer.state.values():
                     values.setdefault("step", torch.zeros(()))  # which Megatron leaves to the first step
             for group in optimizer.param_groups:
-                written = _TO_LOAD if is_loading else json.dumps([type(optimizer).__name__, settings_of(group)])
+                written = _TO_LOAD if is_loading else json.dumps([type(optimizer).__name__, saved_settings(group)])
                 for parameter in group["params"]:
                     name = self._megatron._param_name(parameter)
                     settings[name] = written
@@ -77,7 +72,7 @@ class SavedShards:
                         state.setdefault(f"{name}{suffix}", {})[key] = x
         ours = [each for each in self._optimizers if isinstance(each, BaseOptimizer)]
         run = {
-            "format": FORMAT,
+            "format": BLOCK_FORMAT,
             "manifest": to_json(self._run.families),
             "settings": {type(each).__name__: each.settings() for each in ours},
         }

@@ -1,39 +1,34 @@
-"""Save and load the state of Megatron's optimizers in ``torch_dist`` checkpoints."""
+"""Save and load the state of Megatron's optimizers in ``torch_dist`` checkpoints.
+
+Megatron saves what is shaped as its parameter; the rest is in our block of its state dict.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count, islice
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.optimizer import get_param_id_to_sharded_param_map
 from megatron.core.optimizer.optimizer import FP32Optimizer
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim import Adam, AdamW
 from torch.optim.optimizer import Optimizer
 
-from megatron_eopt.checkpoints.states import BLOCK, Block, Settings, StateDict
+from megatron_eopt.checkpoints.states import BLOCK, BLOCK_FORMAT, Block, Settings, StateDict
 from megatron_eopt.megatron.at_average import has_average, restore_training_weights, save_average, trained_parameters
-from megatron_eopt.megatron.checkpoints.keys import FORMAT, Sharded, sharded_tensors, stacked_index, state_key
-from megatron_eopt.megatron.checkpoints.loading import (
-    MAIN_PARAMETERS,
-    groups_after_load,
-    report_changes,
-    settings_of,
-    torch_state,
-)
+from megatron_eopt.megatron.checkpoints.changes import report_changes
+from megatron_eopt.megatron.checkpoints.group_settings import groups_after_load, saved_settings
+from megatron_eopt.megatron.checkpoints.keys import Sharded, stacked_index
+from megatron_eopt.megatron.checkpoints.loading import MAIN_PARAMETERS, torch_state
+from megatron_eopt.megatron.checkpoints.shards import joined, sharded_state
 from megatron_eopt.megatron.consensus import distinct
 from megatron_eopt.megatron.wrappers import model_parameters
-from megatron_eopt.parallel.layout import Layout
-from megatron_eopt.parallel.rectangles import copies
 from megatron_eopt.registry import BUILT_AS
 from megatron_eopt.routing import to_json
 from megatron_eopt.step.base import BaseOptimizer
 from megatron_eopt.step.parameters import local, parameters_in
-from megatron_eopt.step.state import Dim, StateTensor
+from megatron_eopt.step.state import StateTensor
 
 _STEP = "step"
 
@@ -119,10 +114,10 @@ class SavedState:
 
     def _about(self, step: Any) -> Block:
         """The optimizer, its groups and settings, equal on all ranks."""
-        here = list(zip(self._names, map(settings_of, self._torch.param_groups), strict=True))
+        here = list(zip(self._names, map(saved_settings, self._torch.param_groups), strict=True))
         of_ranks = distinct((step, here))
         about = {
-            "format": FORMAT,
+            "format": BLOCK_FORMAT,
             "settings": self._torch.settings() if self._is_ours else {},
             "groups": [_group_of(of_group) for of_group in zip(*(groups for _, groups in of_ranks), strict=True)],
             "common_step": next((step for step, _ in of_ranks if step is not None), None),
@@ -261,157 +256,3 @@ def _like(parameter: Tensor | None, shard: Tensor) -> Tensor:
         shape=parameter.shape,
         stride=parameter.stride(),
     )
-
-
-class Extent(NamedTuple):
-    """What this rank has of one dimension of a tensor."""
-
-    length: int  # global
-    start: int
-    here: int  # the length from there on
-
-
-def sides_of(layout: Layout) -> dict[str, Extent]:
-    """The rows and columns that this rank has of a matrix."""
-    held = layout.rectangle
-    return {
-        "rows": Extent(layout.shape[0], held.top, held.shape[0]),
-        "columns": Extent(layout.shape[1], held.left, held.shape[1]),
-    }
-
-
-def along(dims: Iterable[Dim], sides: Mapping[str, Extent]) -> list[Extent]:
-    """What this rank has along each dimension of a state tensor."""
-    return [Extent(dim, 0, dim) if isinstance(dim, int) else sides[dim] for dim in dims]
-
-
-def sharded_state(tensor: StateTensor, data: Tensor, parameter: Sharded, layouts: list[Layout]) -> list[ShardedTensor]:
-    """This rank's shards of state not shaped as its parameter.
-
-    The tensors of a factory follow one another in this rank's rows, in an order that depends on the tensor-parallel
-    size. So where such a parameter is one logical matrix, a state dimension along its rows is saved in as many tensors.
-    Where it is several, each matrix has the same rows at every size. ``layouts`` are those of the logical matrices.
-    Factories cut rows, and the rows of a state are its first dimension.
-    """
-    assert tensor.dims is not None
-    saved = list(sharded_tensors([parameter]))
-    layout = layouts[tensor.matrix]
-    replica_id = _replica_id(tensor, layout, saved[0])
-    if isinstance(parameter, ShardedTensor) or len(layouts) > 1 or "rows" not in tensor.dims:
-        return _sharded(tensor, parameter.key, data, saved[0], sides_of(layout), replica_id)
-    state = []
-    for shard, view in zip(saved, data.split([shard.local_shape[0] for shard in saved]), strict=True):
-        state += _sharded(tensor, shard.key, view, shard, _sides(shard), replica_id)
-    return state
-
-
-def _sharded(
-    tensor: StateTensor,
-    parameter_key: str,
-    data: Tensor,
-    of_parameter: ShardedTensor,
-    sides: Mapping[str, Extent],
-    replica_id: tuple[int, ...],
-) -> list[ShardedTensor]:
-    """One shard, or none where it is empty; ``sides``: the rows and columns."""
-    if not data.numel():
-        return []
-    assert tensor.dims is not None
-    extents = along(tensor.dims or (1,), sides)  # a scalar has one entry
-    shape = [extent.here for extent in extents]
-    assert list(data.shape) == shape[: data.ndim]
-    # With its leading dimensions of one the tensor is whole: Megatron's own way to add them needs equal shards.
-    ahead = of_parameter.prepend_axis_num
-    whole = data.view(*[1] * ahead, *shape)
-    shard = ShardedTensor(
-        key=state_key(tensor.key, parameter_key),
-        data=whole,
-        dtype=data.dtype,
-        local_shape=tuple(whole.shape),
-        global_shape=(*of_parameter.global_shape[:ahead], *(extent.length for extent in extents)),
-        global_offset=(*of_parameter.global_offset[:ahead], *(extent.start for extent in extents)),
-        axis_fragmentations=None,
-        replica_id=replica_id,
-    )
-    return [shard]
-
-
-def _sides(saved: ShardedTensor) -> dict[str, Extent]:
-    sides = {}
-    for axis, name in enumerate(("rows", "columns"), start=saved.prepend_axis_num):
-        here = saved.local_shape[axis - saved.prepend_axis_num]
-        sides[name] = Extent(saved.global_shape[axis], saved.global_offset[axis], here)
-    return sides
-
-
-def _replica_id(tensor: StateTensor, layout: Layout, parameter: ShardedTensor) -> tuple[int, ...]:
-    """Megatron's number of a copy; the one of zeros is saved."""
-    own = parameter.replica_id
-    pipeline, tensor_parallel, *data_parallel = own if isinstance(own, tuple) else (0, own)
-    if tensor.rank is not None:
-        if copies(layout.shape, layout.rectangles) > 1:
-            # the one rank that has it need not be the first of its data-parallel group
-            data_parallel = [0 for _ in data_parallel]
-        return (pipeline, tensor_parallel, *data_parallel)
-    assert tensor.dims is not None
-    shards = []
-    for held in layout.rectangles:
-        rows = (held.top, held.bottom) if "rows" in tensor.dims else None
-        columns = (held.left, held.right) if "columns" in tensor.dims else None
-        shards.append((rows, columns))
-    ranks = layout.ranks
-    earlier = shards[: layout.rank].count(shards[layout.rank])  # ranks before this one that hold the same shard
-    if ranks == 1 and any(parameter.global_offset[parameter.prepend_axis_num :]):
-        # an elementwise optimizer knows no layout: the copy of the rank that has the first shard is saved
-        ranks = 2
-        earlier = 1
-    return (pipeline, tensor_parallel * ranks + earlier, *data_parallel)
-
-
-def joined(tensor: StateTensor, loaded: list[Tensor], shape: tuple[int, ...]) -> Tensor:
-    """The inverse of :func:`sharded_state`, of local ``shape``."""
-    if not loaded:
-        return torch.empty(0, dtype=tensor.dtype).view(shape)
-    return torch.cat([shard.reshape(-1) for shard in loaded]).view(shape)
-
-
-def let_adam_be_saved(optimizer: Any) -> None:
-    """Let Megatron's distributed optimizer save and load the state of torch's Adam, of ranges of its buffers.
-
-    Transformer Engine's and Apex's Adam count steps in their groups; torch's counts them beside each parameter, from
-    its first step on, and nowhere on a rank whose shards of buffers are padding alone. Megatron asserts that there is
-    such a count when it saves and before it loads. It saves the count with the groups, loads one tensor for all
-    parameters, which each would raise, and writes the count from before the load over it. So there is none while it
-    loads what is no count.
-    """
-    adam = optimizer.optimizer
-    if not isinstance(adam, Adam | AdamW):
-        return
-    for parameter in parameters_in(adam.param_groups):
-        adam.state[parameter] = {
-            _STEP: torch.zeros(()),
-            "exp_avg": torch.zeros_like(parameter),
-            "exp_avg_sq": torch.zeros_like(parameter),
-        }
-    adam.register_state_dict_post_hook(_with_a_count)
-    adam.register_load_state_dict_post_hook(_without_counts)
-    megatrons_load_state_dict = optimizer.load_state_dict
-
-    @torch.no_grad()
-    def load_state_dict(state_dict: StateDict) -> None:
-        megatrons_load_state_dict(state_dict)
-        for group in adam.param_groups:
-            step = group.pop(_STEP)
-            for parameter in group["params"]:
-                adam.state[parameter][_STEP] = torch.tensor(float(step))
-
-    optimizer.load_state_dict = load_state_dict
-
-
-def _with_a_count(adam: Any, state_dict: StateDict) -> StateDict:
-    return state_dict | {"state": state_dict["state"] or {"nothing": {_STEP: torch.zeros(())}}}
-
-
-def _without_counts(adam: Any) -> None:
-    for state in adam.state.values():
-        state.pop(_STEP)

@@ -123,9 +123,9 @@ def get_megatron_optimizer(
             f"{cls.__module__}.{cls.__name__}: import it from megatron.core.optimizer, or take build_optimizer"
         )
     activate()
-    from megatron_eopt.megatron import releases
+    from megatron_eopt.megatron.activation import build_as_megatron
 
-    return releases.core_optimizer().get_megatron_optimizer(
+    return build_as_megatron(
         config,
         model_chunks,
         config_overrides=config_overrides,

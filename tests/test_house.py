@@ -127,7 +127,7 @@ def test_import_imports_no_megatron_and_changes_nothing():
         "seen = lambda: (torch.get_float32_matmul_precision(), torch.get_default_dtype(), torch.get_num_threads(), "
         "torch.random.initial_seed(), torch.is_grad_enabled(), torch.cuda.is_available, dict(os.environ))\n"
         "before = seen()\n"
-        "import megatron_eopt, megatron_eopt.tools.cpu, megatron_eopt.run, megatron_eopt.megatron.releases\n"
+        "import megatron_eopt, megatron_eopt.tools.cpu, megatron_eopt.run\n"
         "assert seen() == before\n"
         "print([name for name in sys.modules if name.split('.')[0] in ('megatron', 'emerging_optimizers')])"
     )

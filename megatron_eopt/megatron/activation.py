@@ -10,7 +10,7 @@ from typing import Any
 import megatron.core.optimizer as core_optimizer
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import optimizer as state_of_parameters
-from megatron.core.optimizer import optimizer_config
+from megatron.core.optimizer import emerging_optimizers, optimizer_config
 from megatron.core.tensor_parallel import layers as megatrons_layers
 from torch.distributed.checkpoint import FileSystemReader
 
@@ -60,6 +60,11 @@ def deactivate() -> None:
         _active = None
 
 
+def build_as_megatron(config: Any, model_chunks: Any, **settings: Any) -> Any:
+    """What Megatron's own function builds, once it is ours."""
+    return core_optimizer.get_megatron_optimizer(config, model_chunks, **settings)
+
+
 def describe() -> dict[str, str]:
     """What :func:`activate` replaces -> why; equal reasons are together."""
     names: dict[str, list[str]] = {}
@@ -78,20 +83,28 @@ def _together(names: Sequence[str]) -> str:
 
 def _redirections() -> Redirections:
     replaced = [*_of_registry(), *_of_core()]
-    if releases.has_training():
+    if _has_training():
         replaced += _of_training()
     return Redirections(replaced, importers=["megatron"])
 
 
+def _has_training() -> bool:
+    """Whether ``megatron.training`` and what it needs can be imported."""
+    try:
+        import megatron.training.training  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
 def _of_registry() -> list[Redirection]:
-    theirs = releases.core_optimizer(".emerging_optimizers")
     imported = "scripts that import Megatron's names get our optimizers"
     scalar = "Megatron builds the scalar optimizer beside Muon by this name"
     named_in = "overrides may name the optimizer of a parameter, which Megatron refuses"
     several = "Megatron builds one registered optimizer in a run, and overrides may name several"
     before = "checks come before the model is touched, and one line says which optimizer updates what"
     return [
-        *(Redirection(theirs, name, becomes(getattr(registry, name)), imported) for name in _NAMES),
+        *(Redirection(emerging_optimizers, name, becomes(getattr(registry, name)), imported) for name in _NAMES),
         Redirection(core_optimizer, "Lion", becomes(Lion), scalar),
         Redirection(core_optimizer, "check_config_overrides_consistency", checked_elsewhere, named_in),
         Redirection(core_optimizer, "_get_megatron_optimizer_based_on_param_groups", wrap_group_builder, several),
@@ -178,8 +191,8 @@ def _with_our_settings(init: Original, self: Any, *args: Any, **kwargs: Any) -> 
 
 
 def _forward_registry() -> None:
-    module = releases.core_optimizer(".emerging_optimizers")
-    theirs, package = module._EMERGING_OPTIMIZERS, getattr(module, "registry", None)  # of emerging-optimizers
+    theirs = emerging_optimizers._EMERGING_OPTIMIZERS
+    package = getattr(emerging_optimizers, "registry", None)  # of emerging-optimizers
     named = [name for name in registry.EMERGING_OPTIMIZERS if name in theirs]
     replaced = [name for name in named if _is_megatrons_own(theirs[name])]
     for name in (name for name in named if name not in replaced):

@@ -5,11 +5,12 @@ from typing import Any
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_eopt.megatron import fsdp, releases
+from megatron_eopt.megatron import fsdp
 from megatron_eopt.megatron.consensus import of_command_line, of_config, of_packages, refuse_different
 from megatron_eopt.megatron.factory import OptimizerOfRun
 from megatron_eopt.megatron.given import complete
 from megatron_eopt.megatron.support.facts import primary_of
+from megatron_eopt.megatron.training_state import training_args
 from megatron_eopt.redirect import Original, around
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, create_emerging_optimizer
 
@@ -22,7 +23,7 @@ def wrap_emerging_builder(
     if kwargs.get("pg_collection") is None:
         kwargs["pg_collection"] = ProcessGroupCollection.use_mpu_process_groups()
     groups = kwargs["pg_collection"]
-    parsed = releases.training_args()
+    parsed = training_args()
     if parsed is not None:
         refuse_different(of_command_line(parsed))
     complete(config, parsed)

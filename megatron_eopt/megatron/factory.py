@@ -6,6 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import megatron.core.optimizer as core_optimizer
+
 from megatron_eopt.checkpoints.contents import TRACKER
 from megatron_eopt.megatron import assignment, consensus, dealing, fsdp, qk_clip, releases
 from megatron_eopt.megatron.checkpoints.adam_state import let_adam_be_saved
@@ -19,7 +21,14 @@ from megatron_eopt.megatron.fused import Matrices, logical_matrices, tag, warn_o
 from megatron_eopt.megatron.given import idle_flags, idle_settings, typed_of, warnings_of
 from megatron_eopt.megatron.manifest import build_manifest
 from megatron_eopt.megatron.metrics_log import interval_of, measure
-from megatron_eopt.megatron.model_parameters import frozen_names, mark, parameters_of, tag_as_megatron, trainable
+from megatron_eopt.megatron.model_parameters import (
+    frozen_names,
+    mark,
+    mark_sinks,
+    parameters_of,
+    tag_as_megatron,
+    trainable,
+)
 from megatron_eopt.megatron.support.facts import Run, on
 from megatron_eopt.megatron.support.rules import refuse_unsupported
 from megatron_eopt.megatron.wrappers import (
@@ -30,6 +39,7 @@ from megatron_eopt.megatron.wrappers import (
     torch_optimizers,
 )
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
+from megatron_eopt.redirect import Redirection, Redirections, becomes
 from megatron_eopt.step.base import BaseOptimizer
 from megatron_eopt.step.parameters import parameters_in
 
@@ -78,7 +88,7 @@ class OptimizerOfRun:
 
     def describe(self) -> None:
         """Name the parameters, and mark them: as Megatron, and as declared."""
-        releases.mark_sinks(self.model_chunks)
+        mark_sinks(self.model_chunks)
         if self.facts.megatron_fsdp:
             fsdp.mark_shards(self.model_chunks)
         tag_as_megatron(self.model_chunks, self.groups)  # before overrides select by these attributes
@@ -109,7 +119,10 @@ class OptimizerOfRun:
     def build(self, build: Callable[[Any, Any], Any], overrides: dict[Any, Any]) -> None:
         """Let Megatron build its optimizer, and check the result."""
         dealt = dealing.dealt_by_operations(self.config, self.facts.args)
-        with assignment.excluded_hidden(self.assigned), releases.package_not_needed(), dealt:
+        # Megatron asks for emerging-optimizers
+        ours = Redirection(core_optimizer, "HAVE_EMERGING_OPTIMIZERS", becomes(True), "the optimizers built are ours")
+        without_package = Redirections([ours])
+        with assignment.excluded_hidden(self.assigned), without_package, dealt:
             try:
                 self.optimizer = consensus.on_all_ranks(lambda: build(self.config, overrides))
             except ValueError as error:

@@ -7,6 +7,7 @@ weights back into the model and gathers them once a step: :class:`Joined` makes 
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import megatron.core.optimizer as core_optimizer
 import torch
 from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import update_uneven_dtensor_chunk_metadata
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -16,7 +17,6 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.from_config import with_fields
-from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.overrides import Overrides
 from megatron_eopt.registry import create_emerging_optimizer
 from megatron_eopt.step.parameters import local, parameters_in
@@ -65,9 +65,8 @@ def mark_shards(model_chunks: Sequence[Any]) -> None:
 
 def build(config: Any, model_chunks: Sequence[Any], overrides: Overrides, groups: Any) -> ChainedOptimizer:
     """Build Megatron's distributed optimizer around those that overrides name."""
-    core = releases.core_optimizer()
     of_names: dict[str, list[dict[str, Any]]] = {config.optimizer: []}
-    for group in core._get_param_groups(model_chunks, config, overrides):
+    for group in core_optimizer._get_param_groups(model_chunks, config, overrides):
         of_names.setdefault(group.get("optimizer", config.optimizer), []).append(group)
     made: list[tuple[Optimizer, Callable[..., None]]] = []
     for name, of_name in of_names.items():
@@ -76,7 +75,7 @@ def build(config: Any, model_chunks: Sequence[Any], overrides: Overrides, groups
             continue
         other = with_fields(config, optimizer=name, use_distributed_optimizer=False)
         arguments = {"model_chunks": model_chunks, "param_groups": of_name, "pg_collection": groups}
-        build_other = core._get_megatron_optimizer_based_on_param_groups
+        build_other = core_optimizer._get_megatron_optimizer_based_on_param_groups
         made.append(build_other(config=other, **arguments, skip_megatron_wrapping=True))
 
     def init_state(joined: Joined, config: Any = None) -> None:

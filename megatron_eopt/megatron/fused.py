@@ -9,7 +9,6 @@ from torch import Tensor
 from megatron_eopt import matrices
 from megatron_eopt.family import SplitName
 from megatron_eopt.matrices import ATTRIBUTE, GATE_UP, WHOLE, Split, declared_split, is_transposed
-from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.assignment import Assignment
 from megatron_eopt.megatron.consensus import log_rank0
 from megatron_eopt.megatron.model_parameters import ModelParameter, attention_config, is_qkv_projection
@@ -195,14 +194,39 @@ def fused(parameter: ModelParameter) -> Fused | None:
             split = matrices.concatenated(pre=streams, post=streams, res=streams**2)
             return Fused("the pre, post and residual mappings of hyper-connections", split)
         case "in_proj" if hasattr(module, "num_householder"):
-            split = matrices.per_shard(**releases.delta_product_rows(module))
+            split = matrices.per_shard(**_delta_product_rows(module))
             return Fused("z, V, K, Q, b and a of a gated delta product", split, known=False)
         case "in_proj" if all(hasattr(module, each) for each in ("d_inner", "ngroups", "d_state", "nheads")):
             between = module.ngroups * module.d_state
             split = matrices.per_shard(z=module.d_inner, x=module.d_inner, B=between, C=between, dt=module.nheads)
             return Fused("z, x, B, C and dt of a state-space layer", split, known=False)
         case "in_proj":
-            rows = releases.linear_attention_rows(module)
+            rows = _linear_attention_rows(module)
             what = f"{', '.join(rows)} of linear attention" if rows else "matrices that this package does not know"
             return Fused(what, matrices.per_shard(**rows) if rows else WHOLE, known=False)
     return None
+
+
+def _linear_attention_rows(module: Any) -> dict[str, int]:
+    """Global rows of matrices in linear attention's ``in_proj``, if any."""
+    if not hasattr(module, "in_proj_split_names"):
+        return {}
+    sizes = zip(module.in_proj_split_names, module.in_proj_split_sections, strict=True)
+    return {name: size * module.tp_size for name, size in sizes}
+
+
+def _delta_product_rows(module: Any) -> dict[str, int]:
+    """Global rows of matrices in a gated delta product's ``in_proj`` (0.20).
+
+    Each Householder step has its own V, K and b.
+    """
+    steps = range(module.num_householder)
+    group = module.ngroups * module.d_state
+    return {
+        "z": module.d_inner,
+        **{f"V{step}": module.d_inner for step in steps},
+        **{f"K{step}": group for step in steps},
+        "Q": group,
+        **{f"b{step}": module.nheads for step in steps},
+        "a": module.nheads,
+    }

@@ -6,10 +6,11 @@ from argparse import Namespace
 from collections.abc import Collection, Iterable
 from typing import Any
 
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+
 from megatron_eopt.family import MUON, OPTIMIZERS
 from megatron_eopt.flags import CliFlag
 from megatron_eopt.from_config import constructor_arguments
-from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.run_flags import FLAGS, OF_OPTIMIZERS, RUN_FLAGS
 from megatron_eopt.megatron.support.facts import on, primary_of
 from megatron_eopt.orthogonalize.choices import did_you_mean
@@ -140,7 +141,7 @@ def warnings_of(config: Any, args: Any = None) -> list[str]:
             f"--muon-tp-mode {config.muon_tp_mode}, and flags of this package are unknown: call it before, or start "
             f"the script by python -m megatron_eopt.run"
         )
-    for field in dataclasses.fields(releases.core_optimizer(".optimizer_config").OptimizerConfig):
+    for field in dataclasses.fields(OptimizerConfig):
         value = getattr(config, field.name, None)
         if "muon" in field.name and field.name not in read and value != field.default:
             what = "without effect: a setting of Megatron's Muon, unknown here; leave it out"
@@ -161,7 +162,7 @@ def _unknown(config: Any) -> list[str]:
     """Warnings of attributes that were set on a config, and that no field or setting is called."""
     if primary_of(config) not in OPTIMIZERS:  # a user's may read anything
         return []
-    fields = {*vars(releases.core_optimizer(".optimizer_config").OptimizerConfig())}  # it sets more than its fields
+    fields = {*vars(OptimizerConfig())}  # it sets more than its fields
     fields |= getattr(type(config), "__dataclass_fields__", {}).keys()
     fields |= {flag.dest for flag in FLAGS}
     read = {_OF_SCHEDULER}

@@ -10,8 +10,8 @@ from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.consensus import log_rank0
+from megatron_eopt.megatron.training_state import training_args, training_writers
 from megatron_eopt.megatron.wrappers import torch_optimizers, wrappers
 from megatron_eopt.metrics import Metrics, Sample, Shares, line
 from megatron_eopt.step.parameters import parameters_in
@@ -38,9 +38,9 @@ def measure(optimizer: Any, model_chunks: Sequence[Any], interval: int, layer_wi
     def measured_step(*args: Any, **kwargs: Any) -> Any:
         nonlocal steps
         steps += 1
-        known = getattr(releases.training_args(), "curr_iteration", None)
+        known = getattr(training_args(), "curr_iteration", None)
         iteration = steps if known is None else known + 1
-        if steps == 1 and iteration > 1 and releases.training_args().log_interval == 1:
+        if steps == 1 and iteration > 1 and training_args().log_interval == 1:
             log_rank0(SECOND_LOSS)
         if iteration % interval:
             return step(*args, **kwargs)
@@ -74,7 +74,7 @@ def report(metrics: Metrics, iteration: int) -> None:
     """Send metrics to writers and log, on the last rank."""
     if dist.get_rank() != dist.get_world_size() - 1:
         return
-    writer, wandb = releases.training_writers()
+    writer, wandb = training_writers()
     for name, figures in metrics.items():
         tagged = {f"{name}/{key}": value for key, value in figures.items()}
         if writer is not None:

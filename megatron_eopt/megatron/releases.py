@@ -1,15 +1,9 @@
-"""What differs between Megatron-Core 0.19 and 0.20; imports none."""
+"""Which releases of Megatron-Core are supported, and what differs between them."""
 
-import importlib
 import re
-import sys
-from collections.abc import Iterable
-from types import ModuleType
 from typing import Any
 
-from torch.nn import Module
-
-from megatron_eopt.redirect import Redirection, Redirections, becomes
+import megatron.core
 
 SUPPORTED = "0.19"
 MAIN, MAIN_AS_OF = "0.20", "22 August 2026"  # what Megatron's main branch was to become, and when it was tried
@@ -46,78 +40,10 @@ def distributed_optimizer(release: str) -> dict[str, Any]:
 
 def version() -> str:
     """The imported release, without a commit after ``+``."""
-    return str(importlib.import_module("megatron.core").__version__).partition("+")[0]
-
-
-def core_optimizer(name: str = "") -> ModuleType:
-    """Megatron's module of optimizers, or one in it."""
-    return importlib.import_module(f"megatron.core.optimizer{name}")
-
-
-def has_training() -> bool:
-    """Whether ``megatron.training`` and what it needs can be imported."""
-    try:
-        importlib.import_module("megatron.training.training")
-    except ImportError:
-        return False
-    return True
-
-
-def package_not_needed() -> Redirections:
-    """Let Megatron build optimizers without the emerging-optimizers package."""
-    reason = "the optimizers that Megatron builds are ours"
-    return Redirections([Redirection(core_optimizer(), "HAVE_EMERGING_OPTIMIZERS", becomes(True), reason)])
+    return str(megatron.core.__version__).partition("+")[0]
 
 
 def check_supported() -> None:
     """Raise an ImportError for a release before :data:`SUPPORTED`."""
     if number(version()) < number(SUPPORTED):
         raise ImportError(f"megatron_eopt needs megatron-core {SUPPORTED} or later, found {version()}: upgrade it")
-
-
-def training_args() -> Any:
-    """The arguments of ``megatron.training``; None where it is not running."""
-    return getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
-
-
-def training_writers() -> tuple[Any, Any]:
-    """Megatron's TensorBoard and W&B writers; None for a missing one."""
-    known = sys.modules.get("megatron.training.global_vars")
-    return getattr(known, "_GLOBAL_TENSORBOARD_WRITER", None), getattr(known, "_GLOBAL_WANDB_WRITER", None)
-
-
-def mark_sinks(model_chunks: Iterable[Module]) -> None:
-    """Mark learnable attention sinks as shards of their heads.
-
-    Megatron does not, and so leaves those of all ranks but the first out of the gradient's norm (MLM 7452, finding 8).
-    """
-    for chunk in model_chunks:
-        for name, sinks in chunk.named_parameters():
-            if name.rpartition(".")[2] == "softmax_offset":
-                attributes = {"tensor_model_parallel": True, "partition_dim": 0, "partition_stride": 1}
-                vars(sinks).update(attributes)
-
-
-def linear_attention_rows(module: Any) -> dict[str, int]:
-    """Global rows of matrices in linear attention's ``in_proj``, if any."""
-    if not hasattr(module, "in_proj_split_names"):
-        return {}
-    sizes = zip(module.in_proj_split_names, module.in_proj_split_sections, strict=True)
-    return {name: size * module.tp_size for name, size in sizes}
-
-
-def delta_product_rows(module: Any) -> dict[str, int]:
-    """Global rows of matrices in a gated delta product's ``in_proj`` (0.20).
-
-    Each Householder step has its own V, K and b.
-    """
-    steps = range(module.num_householder)
-    group = module.ngroups * module.d_state
-    return {
-        "z": module.d_inner,
-        **{f"V{step}": module.d_inner for step in steps},
-        **{f"K{step}": group for step in steps},
-        "Q": group,
-        **{f"b{step}": module.nheads for step in steps},
-        "a": module.nheads,
-    }

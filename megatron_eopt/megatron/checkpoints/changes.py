@@ -8,9 +8,9 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from megatron_eopt.checkpoints.states import Settings
-from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.consensus import log_rank0, union
 from megatron_eopt.megatron.support.facts import on
+from megatron_eopt.megatron.training_state import training_args
 from megatron_eopt.routing import ParamPattern, compare, from_json, to_json, with_schedule
 from megatron_eopt.settings.groups import differs
 
@@ -68,7 +68,7 @@ def report_changes(saved: dict[str, Any] | None, families: Sequence[ParamPattern
         return
     new = from_json(to_json(families))
     counts = new
-    if on(releases.training_args(), FROM_CHECKPOINT):
+    if on(training_args(), FROM_CHECKPOINT):
         counts = with_schedule(new, old)
     for line in compare(old, counts):
         log_rank0(f"changed since the checkpoint: {line}")

@@ -11,11 +11,11 @@ from typing import Any
 from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.checkpoints.states import Settings
-from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.checkpoints.changes import FROM_CHECKPOINT, GOES_ON, Changes, listed_changes
 from megatron_eopt.megatron.checkpoints.refusals import FRESH
 from megatron_eopt.megatron.consensus import log_rank0
 from megatron_eopt.megatron.support.facts import on
+from megatron_eopt.megatron.training_state import training_args
 from megatron_eopt.megatron.wrappers import torch_optimizers
 from megatron_eopt.redirect import Original, around
 from megatron_eopt.settings.groups import differs
@@ -44,7 +44,7 @@ def with_optimizer(
         kwargs["skip_load_to_model_and_opt"] = False
     of_run = schedules(optimizer)
     result = load(model, optimizer, opt_param_scheduler, *args, **kwargs)
-    args = releases.training_args()
+    args = training_args()
     if on(args, "no_load_optim") and result[0]:
         log_rank0(
             f"--no-load-optim: the weights are those of iteration {result[0]}, all optimizer state begins at zero, and "
@@ -87,7 +87,7 @@ def groups_after_load(optimizer: Optimizer, saved: Sequence[Sequence[Settings]])
     ``saved`` are, for each group, the checkpoint's groups that have its parameters.
     """
     carried = optimizer.persistent_group_keys if isinstance(optimizer, BaseOptimizer) else frozenset()
-    from_checkpoint = on(releases.training_args(), FROM_CHECKPOINT)
+    from_checkpoint = on(training_args(), FROM_CHECKPOINT)
     groups = []
     numbers: dict[str, list[str]] = {}  # of groups, by what changed in them
     for number, (group, of_group) in enumerate(zip(optimizer.state_dict()["param_groups"], saved, strict=True)):

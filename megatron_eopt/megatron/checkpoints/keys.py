@@ -16,9 +16,9 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.utils import unwrap_model
 
 from megatron_eopt.checkpoints.states import BLOCK, MAIN, StateDict, base, split_key
-from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.consensus import log_rank0, union
 from megatron_eopt.megatron.support.facts import on
+from megatron_eopt.megatron.training_state import training_args
 from megatron_eopt.redirect import Original, around
 from megatron_eopt.routing import ParamPattern, rows
 from megatron_eopt.settings.modifiers import OPTIONAL
@@ -66,7 +66,7 @@ def layers_differ(families: Iterable[ParamPattern], frozen: Iterable[str]) -> bo
         treated[name].add((row.optimizer or "none", len(row.matrices), row.state_bytes))
     for name in union(_EXPERT.sub("*", name) for name in frozen):
         treated[name].add(("none", 0, 0))
-    args = releases.training_args()
+    args = training_args()
     saves = on(args, "save") and getattr(args, "ckpt_format", None) == "torch_dist"
     of_layers: dict[str, set[frozenset[tuple[str, int, int]]]] = defaultdict(set)
     for name, treatments in sorted(treated.items()):

@@ -1,4 +1,4 @@
-"""Facts that decide whether a run works; imports no Megatron."""
+"""Facts that decide whether a run works."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ from typing import Any
 from megatron_eopt import registry
 from megatron_eopt.family import LIKE_MUON
 from megatron_eopt.megatron import releases
+from megatron_eopt.megatron.training_state import training_args
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Run:
             config=config,
             ddp=getattr(model_chunks[0], "ddp_config", None),
             model=model,
-            args=releases.training_args(),
+            args=training_args(),
             layer_wise=layer_wise or name != config.optimizer or on(config, "use_layer_wise_distributed_optimizer"),
             leaves_scalars=bool(registry.get_optimizer_entry(name).default_param_overrides),
             data_parallel=size("dp_cp"),

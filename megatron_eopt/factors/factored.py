@@ -21,7 +21,7 @@ from megatron_eopt.step.stacks import Stack, wide
 from megatron_eopt.step.state import EXP_AVG, STEPS, StateTensor
 
 Decay = Literal["decoupled", "independent", "palm"]
-WeightNorm = Literal["none", "hold"]
+HeldNorm = Literal["none", "hold"]
 
 
 class FactoredOptimizer(StackedOptimizer):

@@ -81,7 +81,7 @@ def summed(factors: Sequence[Factors], engine: Engine) -> list[Factors]:
         dtype = some.momenta[0].dtype
         kind = (id(some.group), matrix.group, matrix.shape, matrix.rectangles, dtype, some.transposed)
         nbytes[kind] += len(some.numbers) * dtype.itemsize * max(x.numel for x in matrix.rectangles)
-        parts.setdefault((kind, nbytes[kind] // stacked_optimizer.MOST_BYTES), []).append(some)
+        parts.setdefault((kind, nbytes[kind] // stacked_optimizer.MOST_STACK_BYTES), []).append(some)
     stacks = []
     for equal in parts.values():
         stack = replace(equal[0], numbers=list(chain(*(some.numbers for some in equal))))

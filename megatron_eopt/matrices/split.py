@@ -85,12 +85,12 @@ class Split:
             return Pattern((rows,), (Block("", rows),), ((0, rows),))
         repeats, sizes = self._repeats(rows, shards)
         blocks: list[Block] = []
-        waiting: list[deque[Run]] = []  # of each part: its matrices, with the rows that are left of them
+        waiting: list[deque[RowRun]] = []  # of each part: its matrices, with the rows that are left of them
         for part, size in zip(self.parts, sizes, strict=True):
             of_part = _blocks(part, repeats * size)
             waiting.append(deque((len(blocks) + i, block.rows) for i, block in enumerate(of_part)))
             blocks += of_part
-        runs: list[Run] = []
+        runs: list[RowRun] = []
         for _ in range(repeats):
             for size, matrices in zip(sizes, waiting, strict=True):
                 left = size
@@ -160,7 +160,7 @@ def _blocks(part: Part, rows: int) -> list["Block"]:
     return blocks
 
 
-Run = tuple[int, int]  # logical matrix, number of rows
+RowRun = tuple[int, int]  # logical matrix, number of rows
 
 
 class Block(NamedTuple):
@@ -176,7 +176,7 @@ class Pattern:
 
     sizes: tuple[int, ...]  # rows of each part in one repeat
     blocks: tuple[Block, ...]
-    runs: tuple[Run, ...]  # of all ranks in their order; those of a matrix are in the order of its rows
+    runs: tuple[RowRun, ...]  # of all ranks in their order; those of a matrix are in the order of its rows
 
     # every rank asks for the rows of all ranks, for every parameter
     @lru_cache(maxsize=4096)  # noqa: B019
@@ -190,7 +190,7 @@ class Pattern:
             ends[matrix] += rows
         return tuple(zip(starts, ends, strict=True))
 
-    def between(self, top: int, bottom: int) -> list[Run]:
+    def between(self, top: int, bottom: int) -> list[RowRun]:
         """The runs of the fused rows ``top:bottom``."""
         found = []
         row = 0
@@ -230,7 +230,7 @@ class LocalRows:
         here = range(*(layers or (0, in_all)))
         self._shape = (len(here), bottom - top) if self.stacked else (bottom - top,)
         local_runs = pattern.between(top, bottom)
-        self._runs: list[Run] = []
+        self._runs: list[RowRun] = []
         for layer in here:
             self._runs += [(layer * count + matrix, rows) for matrix, rows in local_runs]
         self._sections = _sections(self._runs, len(pattern.sizes))
@@ -309,9 +309,9 @@ def _joined(rows: list[Tensor]) -> Tensor:
     return torch.cat(rows) if len(rows) > 1 else rows[0]
 
 
-def _sections(runs: list[Run], period: int) -> list[tuple[int, list[Run]]]:
+def _sections(runs: list[RowRun], period: int) -> list[tuple[int, list[RowRun]]]:
     """Runs as sections: ``period`` runs repeated, or any runs once."""
-    sections: list[tuple[int, list[Run]]] = []
+    sections: list[tuple[int, list[RowRun]]] = []
     start = 0
     while start < len(runs):
         group = runs[start : start + period]

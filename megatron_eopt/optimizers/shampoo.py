@@ -17,7 +17,7 @@ from megatron_eopt.factors.eigenbases import (
     turned,
     whitened,
 )
-from megatron_eopt.factors.factored import Decay, FactoredOptimizer, WeightNorm, steps_taken
+from megatron_eopt.factors.factored import Decay, FactoredOptimizer, HeldNorm, steps_taken
 from megatron_eopt.factors.sides import Side, follow, gram
 from megatron_eopt.kernels.precision import MatmulPrecision, fp32_products
 from megatron_eopt.orthogonalize.scale import ScaleMode, muon_scale_factor
@@ -97,7 +97,7 @@ class Preconditioning(FactoredOptimizer):
         *,
         basis_method: BasisMethod = "qr",
         scale_mode: Scale = "spectral",
-        weight_norm: WeightNorm = "none",
+        weight_norm: HeldNorm = "none",
         max_dim: int = 10000,
         weight_decay_method: Decay = "decoupled",
         maximize: bool = False,

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.factors.eigenbases import BasisMethod
-from megatron_eopt.factors.factored import Decay, FactoredOptimizer, WeightNorm, steps_taken
+from megatron_eopt.factors.factored import Decay, FactoredOptimizer, HeldNorm, steps_taken
 from megatron_eopt.factors.soap_math import Preconditioned, SortBases, update_of
 from megatron_eopt.kernels.precision import MatmulPrecision, fp32_products
 from megatron_eopt.orthogonalize.scale import ScaleMode
@@ -150,7 +150,7 @@ class SOAP(FactoredOptimizer):
         basis_method: BasisMethod = "qr",
         basis_of: Gradients = "previous",
         sort_bases: SortBases = "before",
-        weight_norm: WeightNorm = "none",
+        weight_norm: HeldNorm = "none",
         orthogonalize: bool = False,
         scale_mode: ScaleMode = "shape_scaling",
         use_kl_shampoo: bool = False,

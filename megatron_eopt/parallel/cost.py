@@ -12,7 +12,7 @@ from megatron_eopt.orthogonalize.forms import gram_flops, iteration_bytes, stand
 from megatron_eopt.parallel.collectives import sent_bytes
 from megatron_eopt.parallel.plan_records import Bucket, Matrix, Plan, grouped, in_rounds
 from megatron_eopt.parallel.rectangles import Shape, cut_dimension
-from megatron_eopt.parallel.workspace import IN_FLIGHT, OF_ENTRY, Workspace, chunk_bytes
+from megatron_eopt.parallel.workspace import BYTES_OF_ENTRY, IN_FLIGHT, Workspace, chunk_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,8 +238,8 @@ def step_parts(plan: Plan, work: Works, workspace: Workspace) -> tuple[int, int,
         of_one = largest_iteration([plan.one_of(bucket)], work)
         of_stacks = max(of_stacks, len(bucket.matrices) * of_one)
     entries = [max(rectangle.numel for rectangle in matrix.rectangles) for matrix in plan.matrices]
-    of_hooks = max(workspace.iteration, max(entries, default=0) * OF_ENTRY)
-    return most, max(largest, min(of_stacks, workspace.iteration)), min(of_hooks, sum(entries) * OF_ENTRY)
+    of_hooks = max(workspace.iteration, max(entries, default=0) * BYTES_OF_ENTRY)
+    return most, max(largest, min(of_stacks, workspace.iteration)), min(of_hooks, sum(entries) * BYTES_OF_ENTRY)
 
 
 def _sum(costs: Iterable[Cost]) -> Cost:

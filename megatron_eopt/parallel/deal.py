@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from megatron_eopt.parallel.cost import Works, whole_flops, work_of
 from megatron_eopt.parallel.plan_records import Matrix
 
-OF_ENTRY = 5000  # operations that a GPU makes while it steps an entry: momentum, decay and update move 30 bytes
+OPERATIONS_OF_ENTRY = (
+    5000  # operations that a GPU makes while it steps an entry: momentum, decay and update move 30 bytes
+)
 
 MOST_ENTRIES = 4 / 3  # a rank gets at most so many times the entries of the fullest rank by size, since they are memory
 
@@ -23,7 +25,7 @@ class Item:
 
     def operations(self, works: Works) -> float:
         """Those of one of its ranks, if they share them evenly."""
-        operations = float(OF_ENTRY * self.entries)
+        operations = float(OPERATIONS_OF_ENTRY * self.entries)
         for matrix in self.matrices:
             sharers = matrix.ranks if matrix.sharded else 1
             operations += whole_flops(matrix.shape, work_of(matrix, works)) / sharers

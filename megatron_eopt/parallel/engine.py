@@ -23,7 +23,7 @@ from megatron_eopt.parallel.plan_records import Matrix, Plan, TpMode
 from megatron_eopt.parallel.rectangles import Rectangle, whole
 from megatron_eopt.parallel.scheduler import Program, run_chunks
 from megatron_eopt.parallel.statistics import Statistics, StatisticsRequest, statistics_of, sum_over
-from megatron_eopt.parallel.workspace import DEFAULT_WORKSPACE, OF_ENTRY, Workspace
+from megatron_eopt.parallel.workspace import BYTES_OF_ENTRY, DEFAULT_WORKSPACE, Workspace
 
 _MOST_PLANS = 1024  # kept, one for each set of parameters with gradients
 
@@ -75,7 +75,7 @@ class Engine:
         if workspace.state:
             self._room = 0  # its slots on the device are those of the chunk at work and of the next
         self._chunks: dict[tuple[int, ...], list[CompiledChunk]] = {}
-        self._copied = OF_ENTRY
+        self._copied = BYTES_OF_ENTRY
         self._marks: tuple[Sequence[bool], list[Tensor]] = ([], [])
 
     def prepare(self) -> None:

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from megatron_eopt.parallel.collectives import all_reduce
 from megatron_eopt.parallel.plan_records import Matrix, grouped
 
-MOST_BYTES = 2**26  # of a copy in fp64, unless a single row takes more
+MOST_WIDE_BYTES = 2**26  # of a copy in fp64, unless a single row takes more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +178,7 @@ def _products(x: Tensor, y: Tensor) -> Tensor:
 
 def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
     """Squared norms, (n,) in fp64; a GPU makes no copies."""
-    pieces = [x.split(max(1, MOST_BYTES // 8 // max(1, x.shape[1:].numel()))) for x in tensors]
+    pieces = [x.split(max(1, MOST_WIDE_BYTES // 8 // max(1, x.shape[1:].numel()))) for x in tensors]
     of_pieces = iter(torch._foreach_norm(list(chain(*pieces)), 2, torch.float64))
     norms = []
     for of_tensor in pieces:
@@ -190,7 +190,7 @@ def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
 def _row_sums(sums: Callable[..., Tensor], *shards: Sequence[Tensor]) -> Tensor:
     """Sums over rows, (shards, rows), of shards of one shape."""
     rows, cols = shards[0][0].shape
-    height = max(1, MOST_BYTES // 8 // max(1, cols))
+    height = max(1, MOST_WIDE_BYTES // 8 // max(1, cols))
     at_once = max(1, height // max(1, rows))
     of_shards = []
     for first in range(0, len(shards[0]), at_once):

@@ -20,7 +20,7 @@ Tensors = Sequence[Tensor]
 MomentumRule = Callable[[Tensors, Tensors, float, bool, Flag], list[Tensor]]
 
 IN_CACHE = 2**20  # bytes of tensors that a CPU keeps at hand from operation to operation
-MOST_BYTES = 2**26  # of further copies that are in memory at a time, where a single tensor does not take more
+MOST_COPY_BYTES = 2**26  # of further copies that are in memory at a time, where a single tensor does not take more
 
 
 def where(ok: Flag, new: Tensor, old: Tensor | float) -> Tensor:
@@ -138,7 +138,7 @@ def subtract(weights: Tensors, updates: Tensors, lr: Scalar, ok: Flag = None) ->
     """``p -= lr * update``, in the update's dtype."""
     if ok is None:
         rate = torch.as_tensor(lr, dtype=torch.float64, device=updates[0].device)
-        most = max(1, MOST_BYTES // max(1, *(x.nbytes for x in updates)))
+        most = max(1, MOST_COPY_BYTES // max(1, *(x.nbytes for x in updates)))
         for start in range(0, len(updates), most):
             products = torch._foreach_mul(list(updates[start : start + most]), rate)
             torch._foreach_sub_(list(weights[start : start + most]), list(products))
@@ -161,7 +161,7 @@ def active(
     groups: Sequence[dict[str, Any]], ok: Flag, kind: Callable[[Tensor], object] = lambda p: None
 ) -> Iterator[tuple[dict[str, Any], tuple[Tensor, ...]]]:
     """Bounded batches ``(group, parameters)`` of equal parameters with gradients."""
-    most = IN_CACHE if ok is None else MOST_BYTES
+    most = IN_CACHE if ok is None else MOST_COPY_BYTES
     for group in groups:
         kinds: dict[tuple[int, torch.dtype, object], list[Tensor]] = {}
         for p in group["params"]:
@@ -173,10 +173,10 @@ def active(
 
 
 def alike(*lists: Tensors) -> Iterator[list[int]]:
-    """Indices of equal tensors, :data:`MOST_BYTES` at a time."""
+    """Indices of equal tensors, :data:`MOST_COPY_BYTES` at a time."""
     kinds: dict[tuple[object, ...], list[int]] = {}
     for i, tensors in enumerate(zip(*lists, strict=True)):
         kinds.setdefault(tuple((x.shape, x.dtype) for x in tensors), []).append(i)
     for indices in kinds.values():
-        most = max(1, MOST_BYTES // max(1, lists[0][indices[0]].nbytes))
+        most = max(1, MOST_COPY_BYTES // max(1, lists[0][indices[0]].nbytes))
         yield from (indices[start : start + most] for start in range(0, len(indices), most))

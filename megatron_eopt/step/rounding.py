@@ -13,7 +13,7 @@ from megatron_eopt.step import foreach
 from megatron_eopt.step.foreach import Tensors
 
 _LARGEST = torch.finfo(torch.bfloat16).max
-_OF_ENTRY = 16  # bytes of the copies that are in memory of an entry at a time
+_COPIES_OF_ENTRY = 16  # bytes of the copies that are in memory of an entry at a time
 
 
 def store(momenta: Tensors, averages: Tensors, step: int) -> None:
@@ -24,7 +24,7 @@ def store(momenta: Tensors, averages: Tensors, step: int) -> None:
     for equal in foreach.alike(averages):
         first = averages[equal[0]]
         of_row = len(equal) * max(1, first[:1].numel())
-        height = max(1, foreach.MOST_BYTES // (_OF_ENTRY * of_row))
+        height = max(1, foreach.MOST_COPY_BYTES // (_COPIES_OF_ENTRY * of_row))
         for top in range(0, len(first), height):
             piece = slice(top, top + height)
             before = [momenta[i][piece] for i in equal]

@@ -48,7 +48,7 @@ from megatron_eopt.step.weight_step import on_spheres, squares_and_products
 
 CLOCK = "clock"  # setting of a group: its steps so far, by which factors are worked on again
 
-MOST_BYTES = 2**28  # of a stack of equal matrices, and of what is gathered at once, where one is not larger
+MOST_STACK_BYTES = 2**28  # of a stack of equal matrices, and of what is gathered at once, where one is not larger
 
 Loads = Counter[int | str | None]  # bytes by compute rank, and under ALL_RANKS those of every rank
 ALL_RANKS = "held"
@@ -192,7 +192,7 @@ class StackedOptimizer(BaseOptimizer):
         """Whether a chunk has room for them."""
         # where each rank holds a copy of each matrix, all copies of a chunk are there at once
         return all(
-            load <= (self.execution.workspace // IN_FLIGHT if key == ALL_RANKS else MOST_BYTES)
+            load <= (self.execution.workspace // IN_FLIGHT if key == ALL_RANKS else MOST_STACK_BYTES)
             for key, load in loads.items()
         )
 

@@ -87,7 +87,7 @@ def _stacks(
     changes = list[Tensor]()
     numbers = list[Tensor]()
     for x, update, row in zip(weights, updates, of_each.unbind(), strict=True):
-        height = max(1, foreach.MOST_BYTES // 4 // max(1, x.shape[1:].numel()))
+        height = max(1, foreach.MOST_COPY_BYTES // 4 // max(1, x.shape[1:].numel()))
         for shard, change in zip(x.split(height), update.split(height), strict=True):
             shards.append(shard)
             changes.append(change)

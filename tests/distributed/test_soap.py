@@ -40,13 +40,13 @@ def without_gradients(program, layout, rank, names, as_on_a_gpu=False):
 
 def on_two(rank, ranks):
     program, results = PROGRAMS["soap"], {}
-    most = stacked_optimizer.MOST_BYTES
+    most = stacked_optimizer.MOST_STACK_BYTES
     results["first"] = trained(program, TWO, rank, range(1))[2]
     for name in ("soap", "psgd"):
-        stacked_optimizer.MOST_BYTES = SMALL
+        stacked_optimizer.MOST_STACK_BYTES = SMALL
         optimizer, parameters, calls = trained(PROGRAMS[name], TWO, rank)
         results["small", name] = found(optimizer, parameters, TWO, rank), calls["all_to_all"]
-        stacked_optimizer.MOST_BYTES = most
+        stacked_optimizer.MOST_STACK_BYTES = most
     with patch.object(eigenbases, "orthonormal_columns", by_products):  # as on a GPU
         optimizer, parameters, _ = trained(program, TWO, rank)
         results["by products"] = found(optimizer, parameters, TWO, rank)

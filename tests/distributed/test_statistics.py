@@ -165,7 +165,7 @@ def allocations(run, path):
 
 def test_copies_in_fp64_are_made_a_piece_at_a_time(tmp_path, monkeypatch):
     most = 2**14
-    monkeypatch.setattr(statistics_module, "MOST_BYTES", most)
+    monkeypatch.setattr(statistics_module, "MOST_WIDE_BYTES", most)
     shapes = [(150, 100)] * 2 + [(100, 150)] + [(16, 20)] * 9  # in fp64 some 7 times as much, and in all 1.4 times
     xs, ys = ([drawn(shape, 2 * i + n) for i, shape in enumerate(shapes)] for n in range(2))
     wanted = [

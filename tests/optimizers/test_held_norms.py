@@ -109,8 +109,8 @@ def test_a_large_matrix_moves_by_pieces(tmp_path, monkeypatch):
     run(cut, q, [0])
     update = drawn((150, 100), 1)
     subtracted(whole, update)
-    for module in (foreach, statistics):
-        monkeypatch.setattr(module, "MOST_BYTES", 2**14)  # of 60,000
+    monkeypatch.setattr(foreach, "MOST_COPY_BYTES", 2**14)  # of 60,000
+    monkeypatch.setattr(statistics, "MOST_WIDE_BYTES", 2**14)
     bytes_of_each, _ = allocations(lambda: subtracted(cut, update), tmp_path / "trace.json")
     assert max(bytes_of_each) <= 2**14
     assert_close(q.detach(), p.detach().double(), 1e-6)

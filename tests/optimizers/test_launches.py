@@ -142,7 +142,7 @@ def test_equal_matrices_step_as_each_by_itself(most, monkeypatch):
     (weights, pairs), (alone, pairs_alone) = mixed(), mixed()
     params, each = [*weights, *sum(pairs, ())], [*alone, *sum(pairs_alone, ())]
     apart = [spectrons([p], []) for p in alone] + [spectrons([], [pair]) for pair in pairs_alone]
-    monkeypatch.setattr(stacked_optimizer, "MOST_BYTES", most)
+    monkeypatch.setattr(stacked_optimizer, "MOST_STACK_BYTES", most)
     together = spectrons(weights, pairs)
     for step in range(3):
         set_gradients(params, step)
@@ -216,7 +216,7 @@ def test_a_step_of_psgd_moves_little_beside_its_products():
 def test_stacks_of_spectron_are_of_bounded_size(as_one, monkeypatch):
     one = 4 * 96 * 64
     for most in (8, 3):
-        monkeypatch.setattr(stacked_optimizer, "MOST_BYTES", most * one)
+        monkeypatch.setattr(stacked_optimizer, "MOST_STACK_BYTES", most * one)
         params = parameters([(8, 96, 64)] if as_one else [(96, 64)] * 8)
         if as_one:
             params[0].logical_matrices = experts(8)
@@ -265,7 +265,7 @@ def test_stacks_of_soap_are_bounded_and_their_size_changes_nothing(monkeypatch, 
     a, b = (SOAP(each, precondition_frequency=2, **settings) for each in (whole, params))
     for _ in range(4):
         a.step()
-    monkeypatch.setattr(stacked_optimizer, "MOST_BYTES", most)
+    monkeypatch.setattr(stacked_optimizer, "MOST_STACK_BYTES", most)
     with Sizes() as watched:
         for _ in range(4):
             b.step()

@@ -98,7 +98,7 @@ def test_pieces_company_and_layouts_make_no_difference(monkeypatch):
     shapes = [(9, 6), (9, 6), (6, 9), (2, 3, 4), (0, 4), (4, 0)]
     before, xs = [torch.randn(shape).bfloat16() for shape in shapes], [torch.randn(shape) for shape in shapes]
     together = stored(before, xs, 1)
-    monkeypatch.setattr(foreach, "MOST_BYTES", 400)
+    monkeypatch.setattr(foreach, "MOST_COPY_BYTES", 400)
     for m, x, other in zip(before, xs, together, strict=True):
         assert torch.equal(stored([m], [x], 1)[0], other)
     shard = before[0].clone()

@@ -59,8 +59,8 @@ def test_each_matrix_has_the_sides_that_are_short_enough():
 
 def test_matrices_whose_rows_lie_apart_step_in_chunks_of_their_own(monkeypatch):
     together, apart = parameters([(32, 6)]), parameters([(32, 6)])
-    for params, most in ((together, stacked_optimizer.MOST_BYTES), (apart, 1)):
-        monkeypatch.setattr(stacked_optimizer, "MOST_BYTES", most)
+    for params, most in ((together, stacked_optimizer.MOST_STACK_BYTES), (apart, 1)):
+        monkeypatch.setattr(stacked_optimizer, "MOST_STACK_BYTES", most)
         params[0].logical_matrices = query_key_value([4, 2, 2])
         run(SOAP(params, **SETTINGS), params, range(STEPS))
     assert torch.equal(together[0], apart[0])

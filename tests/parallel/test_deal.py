@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_eopt.parallel.cost import whole_flops
-from megatron_eopt.parallel.deal import MOST_ENTRIES, OF_ENTRY, Item, deal, snake_order
+from megatron_eopt.parallel.deal import MOST_ENTRIES, OPERATIONS_OF_ENTRY, Item, deal, snake_order
 from tests.parallel.plans import WORK, matrix, some
 
 KINDS = [
@@ -39,7 +39,7 @@ def test_every_parameter_is_dealt_once_and_the_busiest_rank_has_no_more(items, r
 
 @given(st.lists(st.sampled_from(WHOLE), min_size=1, max_size=7), st.integers(2, 3))
 def test_without_tensor_parallelism_it_is_within_four_thirds_of_the_best(items, ranks):
-    times = [whole_flops(item.matrices[0].shape, WORK) + OF_ENTRY * item.entries for item in items]
+    times = [whole_flops(item.matrices[0].shape, WORK) + OPERATIONS_OF_ENTRY * item.entries for item in items]
 
     def busiest(ranks_of):
         return max(sum(t for t, r in zip(times, ranks_of, strict=True) if r == rank) for rank in range(ranks))

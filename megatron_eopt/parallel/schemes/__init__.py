@@ -3,7 +3,7 @@
 from megatron_eopt.parallel.plan_records import Scheme
 from megatron_eopt.parallel.schemes import gram, whole
 
-SCHEMES: dict[Scheme, whole.Run] = {
+SCHEMES: dict[Scheme, whole.SchemeFunction] = {
     "local": whole.local,
     "blockwise": whole.local,
     "duplicated": whole.duplicated,

@@ -49,7 +49,7 @@ class Job:
         return OwnerExchange(self.runs, self.matrix, self.ranks)
 
 
-Run = Callable[[Job, Tensor], Generator[None, None, Factors]]
+SchemeFunction = Callable[[Job, Tensor], Generator[None, None, Factors]]
 """``(job, stack)``, with this rank's shards of the bucket's matrices, of :data:`Shapes`, which may be empty.
 
 The generator starts an exchange, yields, and takes the result when it is resumed; equally often on every rank. It

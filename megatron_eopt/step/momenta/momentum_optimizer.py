@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_eopt.kernels.precision import MatmulPrecision, fp32_products
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.scheduler import Program
-from megatron_eopt.parallel.workspace import OF_ENTRY
+from megatron_eopt.parallel.workspace import BYTES_OF_ENTRY
 from megatron_eopt.settings.groups import MOMENTUM_STEPS
 from megatron_eopt.settings.of_class import is_ours
 from megatron_eopt.settings.values import Scalar
@@ -105,7 +105,7 @@ class MomentumOptimizer(BaseOptimizer):
         """Bytes of each entry that a step copies where kernels serve."""
         groups = map(self.modifiers_of, self.param_groups)
         both = any(group.moment2_method != "none" and group.measured for group in groups)
-        return OF_ENTRY if both or self._overridden("update") else 0
+        return BYTES_OF_ENTRY if both or self._overridden("update") else 0
 
     # State.
 

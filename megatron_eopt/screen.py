@@ -87,6 +87,12 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
+def listed(names: Iterable[str], most: int = 5) -> str:
+    """Return the first names and how many more there are."""
+    names = list(names)
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
 def duration(seconds: float) -> str:
     """Seconds, minutes or hours, as people say them."""
     if seconds < 100:

@@ -12,8 +12,8 @@ from torch import Tensor
 from megatron_eopt.megatron.assignment import Assignment
 from megatron_eopt.megatron.consensus import distinct, log_rank0
 from megatron_eopt.megatron.wrappers import torch_optimizers
+from megatron_eopt.screen import listed
 from megatron_eopt.step.base import BaseOptimizer
-from megatron_eopt.step.nonfinite import listed
 from megatron_eopt.step.parameters import local
 
 _NUMBER_OF_EXPERT = re.compile(r"(?<=^local_experts\.)\d+|(?<=\.weight)\d+|(?<=\.bias)\d+")

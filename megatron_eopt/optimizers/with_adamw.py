@@ -18,6 +18,7 @@ from megatron_eopt.settings.other_names import check_arguments
 from megatron_eopt.settings.records import ADAM, RECORDS, Setting
 from megatron_eopt.settings.values import AT_LEAST_0
 from megatron_eopt.step.base import BaseOptimizer
+from megatron_eopt.step.gradients import check_gradients
 from megatron_eopt.step.loaded_state import (
     apart,
     check_loaded,
@@ -27,7 +28,7 @@ from megatron_eopt.step.loaded_state import (
     name_in_states,
     warn_reinitialized,
 )
-from megatron_eopt.step.nonfinite import Flag, check_gradients
+from megatron_eopt.step.nonfinite import Flag
 from megatron_eopt.step.ownership import ownership
 from megatron_eopt.step.parameters import check_parameters, check_scalable, parameter_names, parameters_in
 from megatron_eopt.step.reporting import ReportingOptimizer

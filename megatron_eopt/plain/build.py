@@ -29,12 +29,11 @@ from megatron_eopt.plain.kinds import Group, Rule, decays
 from megatron_eopt.plain.options import OptimizerConfig, config_of, given_fields, set_fields
 from megatron_eopt.registry import get_optimizer_builder, register_optimizer
 from megatron_eopt.routing.checks import FAR
-from megatron_eopt.screen import counted
+from megatron_eopt.screen import counted, listed
 from megatron_eopt.settings.execution import gathered
 from megatron_eopt.settings.presets import RECOMMENDED, TO_BEGIN_WITH, presets_of
-from megatron_eopt.step.nonfinite import listed, warn_of_fp16
 from megatron_eopt.step.ownership import KIND, ownership
-from megatron_eopt.step.parameters import FLATTENED, FSDP1_MESSAGE, NAME, parameters_in
+from megatron_eopt.step.parameters import FLATTENED, FSDP1_MESSAGE, NAME, parameters_in, warn_of_fp16
 from megatron_eopt.step.reporting import ReportingOptimizer
 
 logger = logging.getLogger(__name__)

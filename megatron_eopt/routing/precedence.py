@@ -15,7 +15,7 @@ from megatron_eopt.orthogonalize.choices import LIKE, MISSPELT, did_you_mean
 from megatron_eopt.routing.entries import Entry, Layer
 from megatron_eopt.routing.selectors import Kind, OverrideError, ParameterInfo, Selector
 from megatron_eopt.routing.settings import ENDS, OF_ALL, REPLACED, check_setting, settings_of
-from megatron_eopt.step.nonfinite import listed
+from megatron_eopt.screen import listed
 
 
 class Overruled(NamedTuple):

@@ -30,6 +30,7 @@ from megatron_eopt.settings.of_class import check_effect, check_values, is_ours,
 from megatron_eopt.settings.other_names import OTHER_NAMES, by_our_names
 from megatron_eopt.settings.records import RECORDS, Setting
 from megatron_eopt.settings.values import without_dimensions
+from megatron_eopt.step.gradients import check_gradients
 from megatron_eopt.step.loaded_state import (
     apart,
     check_loaded,
@@ -46,7 +47,7 @@ from megatron_eopt.step.loaded_state import (
     without_hooks,
     without_host,
 )
-from megatron_eopt.step.nonfinite import Flag, NonFinite, check_gradients, warn_of_fp16
+from megatron_eopt.step.nonfinite import Flag, NonFinite
 from megatron_eopt.step.parameters import (
     DescribedMatrix,
     TensorParallelGroups,
@@ -65,6 +66,7 @@ from megatron_eopt.step.parameters import (
     saved_attributes,
     scale_rows,
     sharing_groups,
+    warn_of_fp16,
 )
 from megatron_eopt.step.reporting import ReportingOptimizer
 from megatron_eopt.step.session import Session, StepCache

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from megatron_eopt.screen import listed
 from megatron_eopt.settings.groups import differs, warn
 from megatron_eopt.settings.modifiers import without_matrix
 from megatron_eopt.settings.of_class import class_of_ours, settings_of
 from megatron_eopt.settings.records import RATES, names_of
-from megatron_eopt.step.nonfinite import listed
 from megatron_eopt.step.parameters import local
 from megatron_eopt.step.state import (
     STATE_OF,

@@ -1,5 +1,6 @@
 """Names, layouts and logical matrices of parameters."""
 
+import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypedDict
@@ -15,7 +16,10 @@ from megatron_eopt.parallel.attributes import is_expert, is_sharded, layout_of
 from megatron_eopt.parallel.dtensor import layout_of_dtensor, tells_its_chunk
 from megatron_eopt.parallel.layout import Layout, of_stack, split_layout, within
 from megatron_eopt.parallel.rectangles import Shape
+from megatron_eopt.screen import listed
 from megatron_eopt.settings.groups import warn
+
+logger = logging.getLogger(__name__)
 
 # Attributes of parameters:
 NAME = "name_in_model"  # where whoever makes the groups knows it and torch is not told
@@ -282,4 +286,14 @@ def check_split(parameter: Tensor, split: Split, layout: Layout, blockwise: bool
             f"tp_mode blockwise cannot split a parameter of {rows} rows over {layout.ranks} ranks, whose shards end "
             f"inside the {period} rows that hold all of its logical matrices: take duplicated or "
             "distributed"
+        )
+
+
+def warn_of_fp16(names: Sequence[str], parameters: Sequence[Tensor]) -> None:
+    """Warn of parameters in fp16, whose range is too small."""
+    half = [name for name, p in zip(names, parameters, strict=True) if p.dtype == torch.float16]
+    if half:
+        logger.warning(
+            f"{listed(half)}: in fp16, gradients and state below 6e-8 become 0 (AdamW's eps of 1e-8 too) and those "
+            "above 65504 inf; keep parameters in fp32 and compute under torch.autocast, or take bf16"
         )

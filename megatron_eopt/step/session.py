@@ -11,7 +11,8 @@ from torch.distributed import ProcessGroup
 
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.settings.modifiers import GroupModifiers
-from megatron_eopt.step.nonfinite import Flag, NonFinite, WithoutGradients
+from megatron_eopt.step.gradients import WithoutGradients
+from megatron_eopt.step.nonfinite import Flag, NonFinite
 
 MOST_CHUNKS = 1024  # kept, one for each set of parameters that step together
 

@@ -17,8 +17,7 @@ from megatron_eopt.checkpoints.checksum import checksum
 from megatron_eopt.checkpoints.contents import Contents, SavedChunk, StoredTensor, read_blob
 from megatron_eopt.checkpoints.faults import Problem
 from megatron_eopt.checkpoints.sums import Sums
-from megatron_eopt.screen import progress
-from megatron_eopt.step.nonfinite import listed
+from megatron_eopt.screen import listed, progress
 
 _THREADS = 4  # each holds an archive and its tensor
 _ANOTHER = "take another checkpoint, or a good copy of this one"

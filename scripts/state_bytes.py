@@ -59,7 +59,7 @@ def dealt(name: str, pipeline: int, data: int) -> float:
     counts = entries(name, pipeline)
     items = [Item(*each) for each in zip(parameters(name, pipeline), counts, strict=True)]
     held = [0] * data
-    for rank, count in zip(deal(items, snake_order(counts, data), data, WORK).ranks, counts, strict=True):
+    for rank, count in zip(deal(items, snake_order(counts, data), data, {"": WORK}).ranks, counts, strict=True):
         held[rank] += count
     return max(held) / sum(held)
 

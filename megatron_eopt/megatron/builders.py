@@ -9,8 +9,7 @@ from megatron_eopt.megatron import fsdp
 from megatron_eopt.megatron.consensus import of_command_line, of_config, of_packages, refuse_different
 from megatron_eopt.megatron.factory import OptimizerOfRun
 from megatron_eopt.megatron.given import complete
-from megatron_eopt.megatron.support.facts import primary_of
-from megatron_eopt.megatron.training_state import training_args
+from megatron_eopt.megatron.support.facts import primary_of, training_args
 from megatron_eopt.redirect import Original, around
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, create_emerging_optimizer
 

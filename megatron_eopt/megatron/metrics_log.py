@@ -1,6 +1,7 @@
 """Metrics of steps, to Megatron's writers and log."""
 
 import functools
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron_eopt.megatron.consensus import log_rank0
-from megatron_eopt.megatron.training_state import training_args, training_writers
+from megatron_eopt.megatron.support.facts import training_args
 from megatron_eopt.megatron.wrappers import torch_optimizers, wrappers
 from megatron_eopt.metrics import Metrics, Sample, Shares, line
 from megatron_eopt.step.parameters import parameters_in
@@ -83,3 +84,9 @@ def report(metrics: Metrics, iteration: int) -> None:
         if wandb is not None:
             wandb.log(tagged, iteration)
     print(f"megatron_eopt: iteration {iteration:8d} | {line(metrics)}", flush=True)
+
+
+def training_writers() -> tuple[Any, Any]:
+    """Megatron's TensorBoard and W&B writers; None for a missing one."""
+    known = sys.modules.get("megatron.training.global_vars")
+    return getattr(known, "_GLOBAL_TENSORBOARD_WRITER", None), getattr(known, "_GLOBAL_WANDB_WRITER", None)

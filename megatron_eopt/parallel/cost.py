@@ -25,12 +25,7 @@ class Work:
     itemsize: int = 4  # bytes of an entry of the products
 
 
-Works = Work | Mapping[str, Work]  # the iteration of all matrices, or iterations by name
-
-
-def work_of(matrix: Matrix, work: Works) -> Work:
-    """The iteration of a matrix."""
-    return work if isinstance(work, Work) else work[matrix.iteration]
+Works = Mapping[str, Work]  # iterations by name
 
 
 class Cost(NamedTuple):
@@ -50,10 +45,10 @@ def whole_flops(shape: Shape, work: Work) -> float:
     return min(standard, gram_flops(rows, cols, work.schedule, work.restarts, work.share))
 
 
-def largest_iteration(matrices: Iterable[Matrix], work: Works) -> int:
+def largest_iteration(matrices: Iterable[Matrix], works: Works) -> int:
     """Bytes of the largest iteration of a matrix."""
     largest = 0
-    for shape, of_kind in {(matrix.shape, work_of(matrix, work)) for matrix in matrices}:
+    for shape, of_kind in {(matrix.shape, works[matrix.iteration]) for matrix in matrices}:
         largest = max(largest, iteration_bytes(min(shape), max(shape), of_kind.restarts, of_kind.itemsize))
     return largest
 
@@ -67,11 +62,11 @@ def bucket_flops(
     plan: Plan,
     bucket: Bucket,
     rank: int,
-    work: Works,
+    works: Works,
 ) -> float:
     """Operations of one rank of the bucket's group."""
     matrix = plan.one_of(bucket)
-    work = work_of(matrix, work)
+    work = works[matrix.iteration]
     shape = matrix.shape
     rectangle = matrix.rectangles[rank]
     count = len(bucket.matrices)
@@ -97,7 +92,7 @@ def bucket_traffic(
     plan: Plan,
     bucket: Bucket,
     rank: int,
-    work: Works,
+    works: Works,
 ) -> dict[str, tuple[int, int]]:
     """Collective -> number of calls, and bytes this rank sends.
 
@@ -121,7 +116,7 @@ def bucket_traffic(
         most = max(Counter(bucket.compute_ranks).values())
         of_one = matrix.shape[0] * matrix.shape[1] * matrix.itemsize
         return {"all_gather": (1, sent_bytes("all_gather", most * of_one, ranks))}
-    work = work_of(matrix, work)
+    work = works[matrix.iteration]
     gram = matrix.shape[_kept_dim(matrix)] ** 2 * max(4, matrix.itemsize)  # summed in fp32, or fp64
     sums = sent_bytes("all_reduce", count * gram, ranks)
     if bucket.scheme == "distributed":
@@ -174,9 +169,9 @@ def cost_of(flops: float, traffic: Mapping[str, tuple[int, int]]) -> Cost:
 class Costs:
     """What buckets of a plan's matrices cost, each computed once."""
 
-    def __init__(self, plan: Plan, work: Works) -> None:
+    def __init__(self, plan: Plan, works: Works) -> None:
         self._plan = plan
-        self._work = work
+        self._works = works
         self._known: dict[Bucket, list[Cost]] = {}
 
     def of_bucket(self, bucket: Bucket) -> Cost:
@@ -198,7 +193,7 @@ class Costs:
 
     def _of_ranks(self, bucket: Bucket) -> list[Cost]:
         if bucket not in self._known:
-            self._known[bucket] = _rank_costs(self._plan, bucket, self._work)
+            self._known[bucket] = _rank_costs(self._plan, bucket, self._works)
         return self._known[bucket]
 
     def _group(self, bucket: Bucket) -> tuple[str, int]:
@@ -206,20 +201,20 @@ class Costs:
         return matrix.group, matrix.ranks
 
 
-def plan_cost(plan: Plan, work: Works) -> Cost:
+def plan_cost(plan: Plan, works: Works) -> Cost:
     """Cost of each group's busiest rank, summed over the groups."""
-    return Costs(plan, work).of_buckets(plan.buckets)
+    return Costs(plan, works).of_buckets(plan.buckets)
 
 
-def step_bytes(plan: Plan, work: Works, workspace: Workspace) -> int:
+def step_bytes(plan: Plan, works: Works, workspace: Workspace) -> int:
     """Most temporaries of a step on its busiest rank."""
-    of_chunks, of_iterations, of_hooks = step_parts(plan, work, workspace)
+    of_chunks, of_iterations, of_hooks = step_parts(plan, works, workspace)
     return of_chunks + max(of_iterations, of_hooks)  # one of these at a time
 
 
-def step_parts(plan: Plan, work: Works, workspace: Workspace) -> tuple[int, int, int]:
+def step_parts(plan: Plan, works: Works, workspace: Workspace) -> tuple[int, int, int]:
     """Most temporaries of a step: of chunks, iterations and hooks."""
-    largest = largest_iteration(plan.matrices, work)
+    largest = largest_iteration(plan.matrices, works)
     room = workspace.for_chunks(largest)
     chunks = chunk_bytes(plan, workspace)
     if workspace.state and chunks:  # one chunk is at work, beside the state of two
@@ -235,7 +230,7 @@ def step_parts(plan: Plan, work: Works, workspace: Workspace) -> tuple[int, int,
         most = max(most, held)
     of_stacks = 0
     for bucket in plan.buckets:
-        of_one = largest_iteration([plan.one_of(bucket)], work)
+        of_one = largest_iteration([plan.one_of(bucket)], works)
         of_stacks = max(of_stacks, len(bucket.matrices) * of_one)
     entries = [max(rectangle.numel for rectangle in matrix.rectangles) for matrix in plan.matrices]
     of_hooks = max(workspace.iteration, max(entries, default=0) * BYTES_OF_ENTRY)
@@ -251,7 +246,7 @@ def _busiest(costs: Iterable[Cost]) -> Cost:
     return Cost(*map(max, zip(*costs, strict=True)))
 
 
-def _rank_costs(plan: Plan, bucket: Bucket, work: Works) -> list[Cost]:
+def _rank_costs(plan: Plan, bucket: Bucket, works: Works) -> list[Cost]:
     """A bucket's cost for each rank, computed once for equals."""
     matrix = plan.one_of(bucket)
     owned = Counter(bucket.compute_ranks)
@@ -266,8 +261,8 @@ def _rank_costs(plan: Plan, bucket: Bucket, work: Works) -> list[Cost]:
             if by_owner:
                 traffic = {"all_to_all": (2, sent[rank])}
             else:
-                traffic = bucket_traffic(plan, bucket, rank, work)
-            known[kind] = cost_of(bucket_flops(plan, bucket, rank, work), traffic)
+                traffic = bucket_traffic(plan, bucket, rank, works)
+            known[kind] = cost_of(bucket_flops(plan, bucket, rank, works), traffic)
         costs.append(known[kind])
     return costs
 

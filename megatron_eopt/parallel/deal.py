@@ -6,7 +6,7 @@ Pure Python: the same on every rank.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_eopt.parallel.cost import Works, whole_flops, work_of
+from megatron_eopt.parallel.cost import Works, whole_flops
 from megatron_eopt.parallel.plan_records import Matrix
 
 OPERATIONS_OF_ENTRY = (
@@ -28,7 +28,7 @@ class Item:
         operations = float(OPERATIONS_OF_ENTRY * self.entries)
         for matrix in self.matrices:
             sharers = matrix.ranks if matrix.sharded else 1
-            operations += whole_flops(matrix.shape, work_of(matrix, works)) / sharers
+            operations += whole_flops(matrix.shape, works[matrix.iteration]) / sharers
         return operations
 
 

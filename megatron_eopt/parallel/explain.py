@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from megatron_eopt.parallel.cost import (
     Cost,
     Costs,
-    Work,
     Works,
     largest_iteration,
     plan_cost,
@@ -23,16 +22,15 @@ _COLUMNS = ("matrices", "group", "scheme", "TFLOP", "sent MB", "calls")
 
 def explain(
     plan: Plan,
-    work: Works,
+    works: Works,
     workspace: Workspace = DEFAULT_WORKSPACE,
 ) -> str:
     """A table of costs by shape and scheme, beside other schemes."""
     rows = []
-    works = {"": work} if isinstance(work, Work) else work
     numbers = dict.fromkeys(works, "")
     if len(works) > 1:
         numbers = {name: f" #{number}" for number, name in enumerate(works, 1)}
-    costs = Costs(plan, work)
+    costs = Costs(plan, works)
     sharing = {plan.one_of(bucket).group for bucket in plan.buckets if bucket.scheme == "share"}
 
     def kind(bucket: Bucket) -> tuple[Shape, str, str, str]:
@@ -48,12 +46,12 @@ def explain(
     buckets_end = len(rows)
     rows.append(_row(f"all {len(plan.matrices)}: this plan", "", "", whole))
     for mode in _COMPARED:
-        other = make_plan(plan.matrices, mode, work, sharing, workspace)
-        rows.append(_row(mode, "", "", plan_cost(other, work)))
+        other = make_plan(plan.matrices, mode, works, sharing, workspace)
+        rows.append(_row(mode, "", "", plan_cost(other, works)))
     lines = aligned(_COLUMNS, rows, _COLUMNS[3:])
     lines.insert(len(lines) - len(rows) + buckets_end, "")
     lines += ["", "Each line is of the rank that is busiest with it, in one step."]
-    lines.append(_memory(plan, work, workspace))
+    lines.append(_memory(plan, works, workspace))
     for name, one in works.items():
         steps = f"{numbers[name].strip()}: {name}" if numbers[name] else counted(len(one.schedule), "step")
         form = "standard form only"
@@ -64,9 +62,9 @@ def explain(
     return "\n".join(lines)
 
 
-def _memory(plan: Plan, work: Works, workspace: Workspace) -> str:
-    of_chunks, of_iterations, of_hooks = step_parts(plan, work, workspace)
-    largest = largest_iteration(plan.matrices, work)
+def _memory(plan: Plan, works: Works, workspace: Workspace) -> str:
+    of_chunks, of_iterations, of_hooks = step_parts(plan, works, workspace)
+    largest = largest_iteration(plan.matrices, works)
     chunks = 1 + max((bucket.chunk for bucket in plan.buckets), default=0)
     beside, what = max((of_iterations, "iterations"), (of_hooks, "momentum and update of shards"))
     more = "A parameter, a shard and an iteration are not cut."

@@ -11,7 +11,7 @@ from math import ceil
 from typing import Any, get_args
 
 from megatron_eopt.orthogonalize.choices import check_choice
-from megatron_eopt.parallel.cost import Costs, Works, cube_flops, largest_iteration, whole_flops, work_of
+from megatron_eopt.parallel.cost import Costs, Works, cube_flops, largest_iteration, whole_flops
 from megatron_eopt.parallel.plan_records import Bucket, Matrix, Plan, Scheme, TpMode, grouped
 from megatron_eopt.parallel.rectangles import cut_dimension
 from megatron_eopt.parallel.workspace import DEFAULT_WORKSPACE, Workspace, chunk_bytes, in_chunks
@@ -29,7 +29,7 @@ SHARED_PARTS = 4  # of a bucket, so that the first results leave before all are 
 def make_plan(
     matrices: Iterable[Matrix],
     mode: TpMode,
-    work: Works,
+    works: Works,
     share_groups: Set[str] = frozenset({"dp"}),
     workspace: Workspace = DEFAULT_WORKSPACE,
     parameters: Sequence[int] | None = None,
@@ -67,7 +67,7 @@ def make_plan(
     _check(draft.matrices)
     if parameters is None:
         parameters = range(len(draft.matrices))
-    planner = _Planner(draft, mode, work, workspace, parameters)
+    planner = _Planner(draft, mode, works, workspace, parameters)
     return replace(draft, buckets=tuple(planner.buckets(share_groups)))
 
 
@@ -78,16 +78,16 @@ class _Planner:
         self,
         draft: Plan,
         mode: TpMode,
-        work: Works,
+        works: Works,
         workspace: Workspace,
         parameters: Sequence[int],
     ) -> None:
         self._draft = draft
         self._mode = mode
-        self._work = work
+        self._works = works
         self._workspace = workspace
         self._parameters = parameters
-        self._costs = Costs(draft, work)
+        self._costs = Costs(draft, works)
 
     def buckets(self, share_groups: Set[str]) -> list[Bucket]:
         """All buckets, in the order of execution."""
@@ -113,7 +113,7 @@ class _Planner:
         if (self._mode in ("auto", "owner") and matrix.uneven) or self._stays(matrix):
             rectangles = ()
         return (
-            -whole_flops(matrix.shape, work_of(matrix, self._work)),
+            -whole_flops(matrix.shape, self._works[matrix.iteration]),
             matrix.group,
             matrix.shape,
             rectangles,
@@ -146,7 +146,7 @@ class _Planner:
         in_place = self._in_place(indices)
         if in_place:
             return in_place
-        flops = whole_flops(matrix.shape, work_of(matrix, self._work))
+        flops = whole_flops(matrix.shape, self._works[matrix.iteration])
         entries = matrix.shape[0] * matrix.shape[1]
         if self._alike(indices) and entries <= SMALL_ENTRIES and len(indices) * flops <= SMALL_FLOPS:
             return [Bucket(indices, "duplicated")]
@@ -183,7 +183,7 @@ class _Planner:
             return None
         if self._mode == "distributed":
             return "distributed"
-        if work_of(matrix, self._work).restarts is None:
+        if self._works[matrix.iteration].restarts is None:
             return None
         return "gram_split" if min(matrix.shape) > REPLICATED_ROWS else "gram_replicated"
 
@@ -243,14 +243,15 @@ class _Planner:
         chunk_of: dict[int, int] = {}
         chunks = 0
         for of_label in by_label.values():
-            largest = largest_iteration([draft.matrices[i] for bucket in of_label for i in bucket.matrices], self._work)
+            of_buckets = [draft.matrices[i] for bucket in of_label for i in bucket.matrices]
+            largest = largest_iteration(of_buckets, self._works)
             alone = replace(draft, buckets=tuple(of_label))
             of_matrices = in_chunks(alone, self._parameters, self._workspace, largest)
             for i, chunk in of_matrices.items():
                 chunk_of[i] = chunks + chunk
             chunks += 1 + max(of_matrices.values())
         together = sum(chunk_bytes(replace(draft, buckets=tuple(buckets)), self._workspace))
-        room = self._workspace.for_chunks(largest_iteration(draft.matrices, self._work))
+        room = self._workspace.for_chunks(largest_iteration(draft.matrices, self._works))
         if together <= room and chunks == len(by_label) and not self._workspace.state:
             return {}
         return chunk_of
@@ -283,7 +284,7 @@ class _Planner:
     def _flops(self, bucket: Bucket) -> float:
         """Operations of a matrix on its compute rank."""
         matrix = self._draft.one_of(bucket)
-        work = work_of(matrix, self._work)
+        work = self._works[matrix.iteration]
         if bucket.scheme == "gram_split":
             return cube_flops(matrix.shape, work)
         return whole_flops(matrix.shape, work)

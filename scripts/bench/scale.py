@@ -73,7 +73,7 @@ def plans(ranks: int) -> tuple[float, float]:
     names = [(f"{layer}.{name}", shape) for layer in range(LAYERS) for name, shape in LAYER.items()]
     matrices = [Matrix(name, shape, by_rows(shape, ranks), "dp", 2) for name, shape in names]
     start = time.process_time()
-    plan = make_plan(matrices, "auto", work)
+    plan = make_plan(matrices, "auto", {"": work})
     planned = time.process_time()
     agreement.hashed(agreement.described_plan(plan))
     return planned - start, time.process_time() - planned

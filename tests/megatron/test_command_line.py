@@ -306,7 +306,7 @@ def test_settings_of_a_later_megatron_that_nothing_reads_are_named(monkeypatch):
     given = [("muon_ns_batch_size", int, 1), ("use_layer_sharding_muon", bool, False), ("muon_use_syrk", bool, False)]
     fields = [(name, kind, dataclasses.field(default=default)) for name, kind, default in given]
     later = dataclasses.make_dataclass("OptimizerConfig", fields, bases=(optimizer_config.OptimizerConfig,))
-    monkeypatch.setattr(optimizer_config, "OptimizerConfig", later)
+    monkeypatch.setattr("megatron_eopt.megatron.given.OptimizerConfig", later)
     assert warnings_of(later(optimizer="muon", muon_num_ns_steps=7, muon_tp_mode="owner", muon_use_syrk=True)) == []
     said = warnings_of(later(muon_ns_batch_size=8, use_layer_sharding_muon=True))
     assert [line.split()[0] for line in said] == ["muon_ns_batch_size=8", "use_layer_sharding_muon=True"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from matplotlib.image import imread
 
-from megatron_eopt.megatron import metrics_log, releases
+from megatron_eopt.megatron import metrics_log
 from tests.megatron.runs import EXACT, FILES, MUON, SHARED, TP2, assert_same_ranks, full, refused, train, wide
 from tests.megatron.test_megatron_fsdp import fsdp
 from tests.test_metrics import DOCUMENTED
@@ -91,7 +91,7 @@ def test_what_weights_and_biases_gets(monkeypatch):
     wandb = mock.Mock()
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    monkeypatch.setattr(releases, "training_writers", lambda: (None, wandb))
+    monkeypatch.setattr(metrics_log, "training_writers", lambda: (None, wandb))
     figures = {"learning_rate": 0.1, "skipped": 0}
     metrics_log.report({"muon": figures}, 7)
     wandb.log.assert_called_once_with({f"muon/{key}": value for key, value in figures.items()}, 7)

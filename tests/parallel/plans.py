@@ -12,6 +12,17 @@ from megatron_eopt.parallel.rectangles import Rectangle, cut, cut_at, whole
 QUINTIC = get_coefficients("quintic", 5)
 WORK = Work(schedule=QUINTIC, restarts=(3,))
 STANDARD = Work(schedule=QUINTIC, restarts=None)
+
+
+class Alike(dict):
+    """The same iteration of all matrices, whatever it is called."""
+
+    def __missing__(self, name):
+        return self[""]
+
+
+WORKS = Alike({"": WORK})
+STANDARDS = Alike({"": STANDARD})
 MODES = ("blockwise", "duplicated", "distributed", "owner", "gram", "auto")
 # Large matrices by whose cost schemes differ, small ones that have to be cheap to plan, and odd ones.
 SHAPES = [(4096, 16384), (16384, 4096), (4096, 4096), (1024, 4096), (64, 64), (48, 30), (7, 3), (0, 8)]
@@ -81,7 +92,7 @@ def matrices(draw):
 
 
 ONCE = Work(schedule=get_coefficients("cubic5", 5), restarts=(), share=1.0)
-works = st.sampled_from([WORK, STANDARD, ONCE, {"a": WORK, "b": STANDARD}, {"a": ONCE, "b": WORK}])
+works = st.sampled_from([WORKS, STANDARDS, Alike({"": ONCE}), {"a": WORK, "b": STANDARD}, {"a": ONCE, "b": WORK}])
 modes = st.sampled_from(MODES)
 
 

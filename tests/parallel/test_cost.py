@@ -19,7 +19,7 @@ from megatron_eopt.parallel.cost import (
 )
 from megatron_eopt.parallel.plan import make_plan
 from megatron_eopt.parallel.plan_records import Bucket, Plan, in_rounds
-from tests.parallel.plans import QUINTIC, WORK, bucket_bytes, bucket_calls, matrices, modes, some, works
+from tests.parallel.plans import QUINTIC, WORK, WORKS, Alike, bucket_bytes, bucket_calls, matrices, modes, some, works
 
 DENSE = Work(schedule=QUINTIC, restarts=None, share=1.0)
 # The largest of Llama-3 70B: hidden 8192, ffn 28672, cut along the long side over 8 ranks.
@@ -42,7 +42,7 @@ def planned(count, scheme, compute_ranks=(), *args, **settings):
 
 def of_llama(scheme, work, itemsize, count=1, compute_ranks=()):
     plan = planned(count, scheme, compute_ranks, (N, M), 1, T, itemsize=itemsize)
-    cost = Costs(plan, work).of_bucket(plan.buckets[0])
+    cost = Costs(plan, {"": work}).of_bucket(plan.buckets[0])
     return cost.flops / count / 1e12, cost.bytes / count / 1e6
 
 
@@ -77,17 +77,17 @@ def test_operations_are_the_formulas():
     }
     for (scheme, work), flops in expected.items():
         plan = planned(3, scheme, (), (n, m), 1, ranks)
-        assert [bucket_flops(plan, plan.buckets[0], rank, work) for rank in range(ranks)] == [3 * flops] * ranks
+        assert [bucket_flops(plan, plan.buckets[0], rank, {"": work}) for rank in range(ranks)] == [3 * flops] * ranks
     split = planned(3, "gram_split", (0, 1, 3), (n, m), 1, ranks)
-    on_rank = [bucket_flops(split, split.buckets[0], rank, WORK) for rank in range(ranks)]
+    on_rank = [bucket_flops(split, split.buckets[0], rank, WORKS) for rank in range(ranks)]
     assert on_rank == [3 * 6 * n2m / ranks + owned * 14 * n3 for owned in (1, 1, 0, 1)]
     once = planned(1, "gram_replicated", (), (n, m), 1, ranks)
-    assert bucket_flops(once, once.buckets[0], 0, ONCE) == 3 * n2m / ranks + 12 * n3
+    assert bucket_flops(once, once.buckets[0], 0, {"": ONCE}) == 3 * n2m / ranks + 12 * n3
     # cut along the short side, the Gram matrix is that of the long one
     long = planned(1, "distributed", (), (n, m), 0, ranks)
-    assert bucket_flops(long, long.buckets[0], 0, DENSE) == 20 * m**2 * n / ranks + 10 * m**3
+    assert bucket_flops(long, long.buckets[0], 0, {"": DENSE}) == 20 * m**2 * n / ranks + 10 * m**3
     owner = planned(3, "owner", (2, 0, 2), (n, m), 1, ranks)
-    assert [bucket_flops(owner, owner.buckets[0], rank, WORK) / whole_flops((n, m), WORK) for rank in range(4)] == [
+    assert [bucket_flops(owner, owner.buckets[0], rank, WORKS) / whole_flops((n, m), WORK) for rank in range(4)] == [
         1, 0, 2, 0,
     ]  # fmt: skip
 
@@ -149,7 +149,8 @@ def test_each_matrix_costs_what_its_iteration_does():
         {"a": WORK, "b": ONCE},
         Plan(tuple(both), (Bucket((0, 2, 4), "gram_replicated"), Bucket((1, 3), "owner", (0, 1)))),
     )
-    for bucket, work in zip(plan.buckets, works.values(), strict=True):
+    for bucket, one in zip(plan.buckets, works.values(), strict=True):
+        work = Alike({"": one})
         for rank in range(4):
             assert rank_cost(plan, bucket, rank, works) == rank_cost(plan, bucket, rank, work)
             assert bucket_bytes(plan, bucket, rank, works) == bucket_bytes(plan, bucket, rank, work)
@@ -159,5 +160,5 @@ def test_each_matrix_costs_what_its_iteration_does():
 
 
 def test_ranks_that_are_busy_with_different_buckets_are_busy_together():
-    plan = make_plan([*some(2, (4096, 8192), 1), *some(2, (4096, 16384), 1)], "owner", WORK)
-    assert plan_cost(plan, WORK).flops == whole_flops((4096, 16384), WORK)
+    plan = make_plan([*some(2, (4096, 8192), 1), *some(2, (4096, 16384), 1)], "owner", WORKS)
+    assert plan_cost(plan, WORKS).flops == whole_flops((4096, 16384), WORK)

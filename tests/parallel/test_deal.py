@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megatron_eopt.parallel.cost import whole_flops
 from megatron_eopt.parallel.deal import MOST_ENTRIES, OPERATIONS_OF_ENTRY, Item, deal, snake_order
-from tests.parallel.plans import WORK, matrix, some
+from tests.parallel.plans import WORK, WORKS, matrix, some
 
 KINDS = [
     Item((), 4096),  # a norm
@@ -27,12 +27,12 @@ def filled(items, ranks_of, ranks):
 @given(st.lists(st.sampled_from(KINDS), max_size=14), st.integers(1, 5))
 def test_every_parameter_is_dealt_once_and_the_busiest_rank_has_no_more(items, ranks):
     by_size = snake_order([item.entries for item in items], ranks)
-    found = deal(items, by_size, ranks, WORK)
+    found = deal(items, by_size, ranks, WORKS)
     assert len(found.ranks) == len(items)
     assert set(found.ranks) <= set(range(ranks))
     assert max(found.operations) <= max(found.by_size)
     assert max(filled(items, found.ranks, ranks)) <= MOST_ENTRIES * max(filled(items, by_size, ranks))
-    assert deal(items, by_size, ranks, WORK) == found
+    assert deal(items, by_size, ranks, WORKS) == found
     if items:
         assert 0 in found.ranks  # Megatron asks the first rank what it has
 
@@ -46,7 +46,7 @@ def test_without_tensor_parallelism_it_is_within_four_thirds_of_the_best(items, 
 
     best = min(map(busiest, product(range(ranks), repeat=len(items))))
     # where memory sets no bound
-    found = deal(items, [0] * len(items), ranks, WORK)
+    found = deal(items, [0] * len(items), ranks, WORKS)
     assert max(found.operations) == pytest.approx(busiest(found.ranks))
     assert busiest(found.ranks) <= best * (4 / 3 + 1e-9)
 
@@ -57,7 +57,7 @@ def test_matrices_of_as_many_entries_have_other_operations():
     items = [Item((m,), 2**24) for m in (square, flat, flat, square)]
     by_size = snake_order([item.entries for item in items], 2)
     assert by_size == [0, 1, 1, 0]
-    found = deal(items, by_size, 2, WORK)
+    found = deal(items, by_size, 2, WORKS)
     assert found.ranks == (0, 0, 1, 1)
     assert max(found.operations) < 0.6 * max(found.by_size)
 
@@ -67,7 +67,7 @@ def test_memory_sets_a_bound():
     dear = Item(tuple(some(1, (4096, 4096), dim=None, ranks=1)), 2**20)
     cheap = Item((), 2**20)
     items = [dear, *[cheap] * 6]
-    assert deal(items, [0, 0, 0, 1, 1, 1, 1], 2, WORK).ranks.count(1) == 5  # of four, a third more
+    assert deal(items, [0, 0, 0, 1, 1, 1, 1], 2, WORKS).ranks.count(1) == 5  # of four, a third more
 
 
 def test_what_the_deal_by_size_is():

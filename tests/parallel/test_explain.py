@@ -12,7 +12,7 @@ from megatron_eopt.parallel.explain import explain
 from megatron_eopt.parallel.plan import make_plan
 from megatron_eopt.parallel.workspace import Workspace
 from megatron_eopt.screen import figure
-from tests.parallel.plans import STANDARD, WORK, matrices, modes, some
+from tests.parallel.plans import STANDARDS, WORK, WORKS, matrices, modes, some
 
 MIXED = [
     *some(8, (4096, 16384), 1),
@@ -30,8 +30,8 @@ def rows(text):
 
 
 def test_a_row_for_each_shape_and_the_totals():
-    plan = make_plan(MIXED, "auto", WORK)
-    table = rows(explain(plan, WORK))
+    plan = make_plan(MIXED, "auto", WORKS)
+    table = rows(explain(plan, WORKS))
     count = table.index([""])
     assert count == len(plan.buckets) - 1
     of_buckets = {row[0]: row for row in table[:count]}
@@ -39,59 +39,59 @@ def test_a_row_for_each_shape_and_the_totals():
     assert of_buckets["1 of 16384 x 4096"][1:3] == ["tp", "gram_split"]
     assert of_buckets["3 of 48 x 30"][1:3] == ["-", "local"]
     assert of_buckets["5 of 64 x 64"][1:3] == ["dp", "share"]  # in two buckets
-    cost = Costs(plan, WORK).of_bucket(plan.buckets[0])
+    cost = Costs(plan, WORKS).of_bucket(plan.buckets[0])
     assert table[0][3:] == [
         figure(cost.flops / 1e12),
         figure(cost.bytes / 1e6),
         str(cost.collectives),
     ]
     totals = {row[0]: row for row in table[count:]}
-    assert float(totals["all 17: this plan"][1]) == pytest.approx(plan_cost(plan, WORK).flops / 1e12, rel=5e-3)
+    assert float(totals["all 17: this plan"][1]) == pytest.approx(plan_cost(plan, WORKS).flops / 1e12, rel=5e-3)
     for mode in ("duplicated", "distributed", "blockwise"):
-        other = plan_cost(make_plan(MIXED, mode, WORK), WORK)
+        other = plan_cost(make_plan(MIXED, mode, WORKS), WORKS)
         assert float(totals[mode][1]) == pytest.approx(other.flops / 1e12, rel=5e-3)
         assert int(totals[mode][-1]) == other.collectives
 
 
 def test_what_is_shared_stays_shared_in_the_comparison():
     replicas = some(4, (4096, 4096), None, group="fsdp")
-    plan = make_plan(replicas, "auto", WORK, share_groups=frozenset({"fsdp"}))
-    table = {row[0]: row[1:] for row in rows(explain(plan, WORK))}
+    plan = make_plan(replicas, "auto", WORKS, share_groups=frozenset({"fsdp"}))
+    table = {row[0]: row[1:] for row in rows(explain(plan, WORKS))}
     assert table["duplicated"] == table["all 4: this plan"]
 
 
 def test_matrices_of_several_chunks_are_one_row():
     workspace = Workspace(bytes=2**28)
-    plan = make_plan(some(8, (4096, 16384), 1), "owner", WORK, workspace=workspace)
+    plan = make_plan(some(8, (4096, 16384), 1), "owner", WORKS, workspace=workspace)
     assert len(plan.buckets) > 1
-    text = explain(plan, WORK, workspace=workspace)
+    text = explain(plan, WORKS, workspace=workspace)
     table = {row[0]: row[-3:] for row in rows(text)}
     assert table["8 of 4096 x 16384"] == table["all 8: this plan"]
 
 
 def test_it_says_why_temporaries_are_more_than_the_workspace():
     large = Workspace(bytes=2**28)
-    text = explain(make_plan(some(1, (8192, 16384), None, ranks=1), "auto", WORK), WORK, workspace=large)
+    text = explain(make_plan(some(1, (8192, 16384), None, ranks=1), "auto", WORKS), WORKS, workspace=large)
     assert "3,221 MB of momentum and update of shards.\nThat is more than the workspace" in text
-    text = explain(make_plan(some(1, (8192, 16384), 0), "auto", WORK, workspace=large), WORK, workspace=large)
+    text = explain(make_plan(some(1, (8192, 16384), 0), "auto", WORKS, workspace=large), WORKS, workspace=large)
     assert "Peak: 671 MB of chunks" in text
-    assert "more than the workspace" not in explain(make_plan(some(1, (64, 64), 0), "auto", WORK), WORK)
+    assert "more than the workspace" not in explain(make_plan(some(1, (64, 64), 0), "auto", WORKS), WORKS)
 
 
 @given(matrices(), modes)
 def test_it_is_at_most_80_columns_wide(given_matrices, mode):
-    text = explain(make_plan(given_matrices, mode, WORK), WORK)
+    text = explain(make_plan(given_matrices, mode, WORKS), WORKS)
     assert max(map(len, text.splitlines())) <= 80
-    large = make_plan(some(7, (2**17, 2**18), 0, ranks=8), mode, WORK)
-    assert max(map(len, explain(large, WORK).splitlines())) <= 80
+    large = make_plan(some(7, (2**17, 2**18), 0, ranks=8), mode, WORKS)
+    assert max(map(len, explain(large, WORKS).splitlines())) <= 80
 
 
 def test_what_was_assumed_is_said():
-    text = explain(make_plan([], "auto", WORK), WORK)
+    text = explain(make_plan([], "auto", WORKS), WORKS)
     assert "5 steps, Gram form with 1 restart, 50% of a symmetric product computed" in text
-    assert "standard form only" in explain(make_plan([], "auto", STANDARD), STANDARD)
+    assert "standard form only" in explain(make_plan([], "auto", STANDARDS), STANDARDS)
     cubic = Work(schedule=get_coefficients("cubic5", 5), restarts=(), share=1.0)
-    assert "Gram form with 0 restarts, 100%" in explain(make_plan([], "auto", cubic), cubic)
+    assert "Gram form with 0 restarts, 100%" in explain(make_plan([], "auto", {"": cubic}), {"": cubic})
 
 
 def test_iterations_are_numbered_where_there_are_several():
@@ -103,6 +103,6 @@ def test_iterations_are_numbered_where_there_are_several():
     assert {row[0] for row in rows(text)[:2]} == {"3 of 4096 x 16384 #1", "2 of 4096 x 16384 #2"}
     assert "#1: 5 steps of quintic, Gram form with 1 restart, 50% of a symmetric product computed." in text
     assert "#2: 5 steps of cubic5, Gram form with 0 restarts, 100% of a symmetric product computed." in text
-    one = explain(make_plan(both[::2], "owner", WORK), {names[0]: WORK})
+    one = explain(make_plan(both[::2], "owner", WORKS), {names[0]: WORK})
     assert "#" not in one
     assert "\n5 steps, Gram form with 1 restart, 50%" in one

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from megatron_eopt.parallel import plan_records
 from megatron_eopt.parallel.agreement import described_plan, differences
-from megatron_eopt.parallel.cost import bucket_traffic, cube_flops, plan_cost, whole_flops, work_of
+from megatron_eopt.parallel.cost import bucket_traffic, cube_flops, plan_cost, whole_flops
 from megatron_eopt.parallel.plan import REPLICATED_ROWS, SHARED_PARTS, SMALL_ENTRIES, make_plan
 from megatron_eopt.parallel.plan_records import Bucket, Matrix
 from megatron_eopt.parallel.rectangles import Rectangle, cut_at, cut_dimension, whole
 from megatron_eopt.parallel.workspace import DEFAULT_WORKSPACE, chunk_bytes
-from tests.parallel.plans import MODES, STANDARD, WORK, matrices, modes, quarters, some, works
+from tests.parallel.plans import MODES, STANDARD, STANDARDS, WORK, WORKS, matrices, modes, quarters, some, works
 
 OWNED = ("owner", "gram_split", "share")
 IDLE = ("local", "blockwise")
@@ -73,7 +73,7 @@ def assert_scheme_serves(plan, bucket, mode, work):
         assert bucket.scheme == ("share" if first.group == "dp" else "local")
     elif bucket.scheme.startswith("gram"):
         assert mode in ("gram", "auto")
-        assert work_of(first, work).restarts is not None
+        assert work[first.iteration].restarts is not None
         assert along_long_side
     elif bucket.scheme == "local":
         assert all(plan.matrices[i].holder is not None for i in bucket.matrices)
@@ -96,7 +96,7 @@ def assert_balanced(plan, work):
             counts = [bucket.compute_ranks.count(rank) for rank in range(first.ranks)]
             assert max(counts) - min(counts) <= 1
             # what shards cost besides is uneven as they are
-            flops = (cube_flops if bucket.scheme == "gram_split" else whole_flops)(first.shape, work_of(first, work))
+            flops = (cube_flops if bucket.scheme == "gram_split" else whole_flops)(first.shape, work[first.iteration])
             largest[first.group] = max(largest[first.group], flops)
             ranks = load.setdefault(first.group, [0.0] * first.ranks)
             load[first.group] = [before + count * flops for before, count in zip(ranks, counts, strict=True)]
@@ -130,12 +130,12 @@ def test_auto_balances_twice_as_many_matrices_as_ranks(ranks, kinds, layers):
     shapes = [((4096, 16384), 1), ((4096, 4096), 0), ((14336, 4096), 0)][:kinds]
     count = -(-2 * ranks // kinds) + layers
     given_matrices = [m for shape, dim in shapes for m in some(count, shape, dim, ranks)]
-    plan = make_plan(given_matrices, "auto", WORK)
+    plan = make_plan(given_matrices, "auto", WORKS)
     ideal = sum(whole_flops(m.shape, WORK) for m in given_matrices) / ranks
     most = max(whole_flops(m.shape, WORK) for m in given_matrices)
     # of whole matrices no deal is closer than by one of the smallest
-    assert plan_cost(plan, WORK).flops <= max(1.25 * ideal, ideal + most)
-    assert plan_cost(plan, WORK).flops <= plan_cost(make_plan(given_matrices, "owner", WORK), WORK).flops
+    assert plan_cost(plan, WORKS).flops <= max(1.25 * ideal, ideal + most)
+    assert plan_cost(plan, WORKS).flops <= plan_cost(make_plan(given_matrices, "owner", WORKS), WORKS).flops
 
 
 # what does not fit into the workspace beside other groups, and fits alone
@@ -147,7 +147,7 @@ def test_auto_balances_twice_as_many_matrices_as_ranks(ranks, kinds, layers):
         Matrix("m5", LARGE, (whole(LARGE),), "dp", 4, "a"),
     ],
     "blockwise",
-    WORK,
+    WORKS,
     "tp",
 )  # fmt: skip
 @given(matrices(), modes, works, st.sampled_from(["tp", "expt_tp", "dp"]))
@@ -181,42 +181,42 @@ SMALL = SMALL_ENTRIES // 128
 @pytest.mark.parametrize(
     ("mode", "given_matrices", "work", "expected"),
     [
-        ("gram", some(3, *LONG), WORK, [("gram_split", 3)]),
-        ("gram", some(4, (1024, 8192), 1), WORK, [("gram_replicated", 4)]),
-        ("gram", some(3, *SQUARE), WORK, [("gram_split", 3)]),
-        ("gram", some(3, *SHORT), WORK, [("owner", 3)]),
-        ("gram", some(3, *LONG), STANDARD, [("owner", 3)]),
-        ("gram", some(1, (REPLICATED_ROWS, 8192), 1), WORK, [("gram_replicated", 1)]),
-        ("gram", some(1, (REPLICATED_ROWS + 1, 8192), 1), WORK, [("gram_split", 1)]),
-        ("distributed", some(3, *SHORT), WORK, [("owner", 3)]),
-        ("distributed", some(3, *LONG), WORK, [("distributed", 3)]),
-        ("auto", some(8, *LONG), WORK, [("owner", 8)]),
-        ("auto", some(9, *LONG), WORK, [("owner", 8), ("gram_split", 1)]),
-        ("auto", some(1, (1024, 8192), 1), WORK, [("gram_replicated", 1)]),
-        ("auto", some(1, *SHORT), WORK, [("owner", 1)]),
-        ("auto", some(9, *LONG), STANDARD, [("owner", 9)]),
-        ("auto", some(1, *SQUARE), STANDARD, [("owner", 1)]),
-        ("auto", some(1, *SQUARE), WORK, [("gram_split", 1)]),
-        ("auto", some(5, (64, 64), 0), STANDARD, [("duplicated", 5)]),
-        ("auto", some(1, (128, SMALL), 0), STANDARD, [("duplicated", 1)]),
-        ("auto", some(1, (128, SMALL + 4), 0), STANDARD, [("owner", 1)]),
-        ("auto", some(3, *LONG, ranks=1), WORK, [("local", 3)]),
-        ("auto", some(3, (64, 64), None, group="dp"), WORK, [("share", 3)]),
-        ("auto", some(3, (64, 64), None, group="fsdp"), WORK, [("local", 3)]),
-        ("blockwise", some(3, (64, 64), None), WORK, [("local", 3)]),
+        ("gram", some(3, *LONG), WORKS, [("gram_split", 3)]),
+        ("gram", some(4, (1024, 8192), 1), WORKS, [("gram_replicated", 4)]),
+        ("gram", some(3, *SQUARE), WORKS, [("gram_split", 3)]),
+        ("gram", some(3, *SHORT), WORKS, [("owner", 3)]),
+        ("gram", some(3, *LONG), STANDARDS, [("owner", 3)]),
+        ("gram", some(1, (REPLICATED_ROWS, 8192), 1), WORKS, [("gram_replicated", 1)]),
+        ("gram", some(1, (REPLICATED_ROWS + 1, 8192), 1), WORKS, [("gram_split", 1)]),
+        ("distributed", some(3, *SHORT), WORKS, [("owner", 3)]),
+        ("distributed", some(3, *LONG), WORKS, [("distributed", 3)]),
+        ("auto", some(8, *LONG), WORKS, [("owner", 8)]),
+        ("auto", some(9, *LONG), WORKS, [("owner", 8), ("gram_split", 1)]),
+        ("auto", some(1, (1024, 8192), 1), WORKS, [("gram_replicated", 1)]),
+        ("auto", some(1, *SHORT), WORKS, [("owner", 1)]),
+        ("auto", some(9, *LONG), STANDARDS, [("owner", 9)]),
+        ("auto", some(1, *SQUARE), STANDARDS, [("owner", 1)]),
+        ("auto", some(1, *SQUARE), WORKS, [("gram_split", 1)]),
+        ("auto", some(5, (64, 64), 0), STANDARDS, [("duplicated", 5)]),
+        ("auto", some(1, (128, SMALL), 0), STANDARDS, [("duplicated", 1)]),
+        ("auto", some(1, (128, SMALL + 4), 0), STANDARDS, [("owner", 1)]),
+        ("auto", some(3, *LONG, ranks=1), WORKS, [("local", 3)]),
+        ("auto", some(3, (64, 64), None, group="dp"), WORKS, [("share", 3)]),
+        ("auto", some(3, (64, 64), None, group="fsdp"), WORKS, [("local", 3)]),
+        ("blockwise", some(3, (64, 64), None), WORKS, [("local", 3)]),
         # four kinds that the ranks share evenly, and so none is shared out; three that they do not
-        ("auto", [m for width in (1, 2, 3, 4) for m in some(1, (4096, 16384 + width), 0)], WORK, [("owner", 1)] * 4),
+        ("auto", [m for width in (1, 2, 3, 4) for m in some(1, (4096, 16384 + width), 0)], WORKS, [("owner", 1)] * 4),
         # cut along both dimensions, small and large
-        ("auto", BOTH[:1], WORK, [("duplicated", 1)]),
-        *((mode, BOTH[1:], WORK, [("owner", 1)]) for mode in ("auto", "gram", "distributed")),
-        *((mode, BOTH[1:], WORK, [(mode, 1)]) for mode in ("blockwise", "duplicated")),
+        ("auto", BOTH[:1], WORKS, [("duplicated", 1)]),
+        *((mode, BOTH[1:], WORKS, [("owner", 1)]) for mode in ("auto", "gram", "distributed")),
+        *((mode, BOTH[1:], WORKS, [(mode, 1)]) for mode in ("blockwise", "duplicated")),
         # whole on one rank each: evenly, all on the first, and beside others of the shape, which are cut
-        ("auto", stack(8, 4, range(0, 8, 2)), WORK, [("local", 8)]),
-        ("owner", stack(8, 4, range(0, 8, 2)), WORK, [("owner", 8)]),
-        ("duplicated", stack(8, 4, range(0, 8, 2)), WORK, [("local", 8)]),
-        ("auto", stack(8, 4, (0, 8, 8, 8)), WORK, [("owner", 8)]),
-        ("auto", [*stack(4, 4, range(4)), CUT], WORK, [("local", 4), ("gram_split", 1)]),
-        ("auto", [], WORK, []),
+        ("auto", stack(8, 4, range(0, 8, 2)), WORKS, [("local", 8)]),
+        ("owner", stack(8, 4, range(0, 8, 2)), WORKS, [("owner", 8)]),
+        ("duplicated", stack(8, 4, range(0, 8, 2)), WORKS, [("local", 8)]),
+        ("auto", stack(8, 4, (0, 8, 8, 8)), WORKS, [("owner", 8)]),
+        ("auto", [*stack(4, 4, range(4)), CUT], WORKS, [("local", 4), ("gram_split", 1)]),
+        ("auto", [], WORKS, []),
     ],
 )
 def test_schemes(mode, given_matrices, work, expected):
@@ -226,7 +226,7 @@ def test_schemes(mode, given_matrices, work, expected):
 @pytest.mark.parametrize("mode", MODES)
 def test_shards_in_copies_go_whole_to_all_ranks_of_all_copies(mode):
     twice = [replace(each, rectangles=each.rectangles * 2) for each in some(9, (1024, 4096), ranks=2)]
-    plan = make_plan(twice, mode, WORK)
+    plan = make_plan(twice, mode, WORKS)
     assert schemes(plan) == [("owner", 9)]
     assert Counter(plan.buckets[0].compute_ranks) == {0: 3, 1: 2, 2: 2, 3: 2}
     half = 1024 * 4096 * 4 // 2
@@ -237,11 +237,11 @@ def test_shards_in_copies_go_whole_to_all_ranks_of_all_copies(mode):
         # half of each matrix that its copy has to compute but this rank does not; back to its replica, and the other
         # half to both of the others
         owned, near = (3, 5) if rank == 0 else (2, 5 if rank == 1 else 4)
-        traffic = bucket_traffic(plan, plan.buckets[0], rank, WORK)
+        traffic = bucket_traffic(plan, plan.buckets[0], rank, WORKS)
         assert traffic == {"all_to_all": (2, ((near - owned) + owned * 3) * half)}
     odd = [replace(each, rectangles=each.rectangles[:3]) for each in twice[:1]]
     with pytest.raises(ValueError, match="do not tile"):
-        make_plan(odd, mode, WORK)
+        make_plan(odd, mode, WORKS)
 
 
 def test_each_iteration_has_buckets_of_its_own_and_its_own_schemes():
@@ -257,11 +257,11 @@ def test_each_iteration_has_buckets_of_its_own_and_its_own_schemes():
 
 def test_who_shares_is_said_by_the_caller():
     replicas = some(3, (64, 64), None, group="fsdp")
-    assert schemes(make_plan(replicas, "auto", WORK, share_groups=frozenset({"fsdp"}))) == [("share", 3)]
+    assert schemes(make_plan(replicas, "auto", WORKS, share_groups=frozenset({"fsdp"}))) == [("share", 3)]
 
 
 def test_cubes_of_two_buckets_are_split_between_two_ranks():
-    plan = make_plan([*some(1, *LONG), *some(1, *SQUARE)], "gram", WORK)
+    plan = make_plan([*some(1, *LONG), *some(1, *SQUARE)], "gram", WORKS)
     assert [(bucket.scheme, bucket.compute_ranks) for bucket in plan.buckets] == [
         ("gram_split", (0,)),
         ("gram_split", (1,)),
@@ -281,12 +281,12 @@ def test_cubes_of_two_buckets_are_split_between_two_ranks():
 )
 def test_pieces_that_do_not_tile_are_refused(rectangles):
     with pytest.raises(ValueError, match=r"the shards of 'bad' do not tile its shape \(4, 6\)"):
-        make_plan([Matrix("bad", (4, 6), rectangles)], "auto", WORK)
+        make_plan([Matrix("bad", (4, 6), rectangles)], "auto", WORKS)
 
 
 def test_an_unknown_mode_is_refused():
     with pytest.raises(ValueError, match="unknown tp_mode 'exact': expected one of blockwise, duplicated"):
-        make_plan([], "exact", WORK)
+        make_plan([], "exact", WORKS)
 
 
 def changed(plan, place, **what):
@@ -296,11 +296,11 @@ def changed(plan, place, **what):
 
 
 def test_the_first_difference_is_named():
-    plan = make_plan([*some(4, *LONG), *some(4, *SQUARE)], "owner", WORK)
+    plan = make_plan([*some(4, *LONG), *some(4, *SQUARE)], "owner", WORKS)
     name = plan.matrices[1].name
     first, second = plan.buckets
     compute_ranks = replace(first, compute_ranks=(1, 0, *first.compute_ranks[2:]))
-    fewer = make_plan(plan.matrices[:7], "owner", WORK)
+    fewer = make_plan(plan.matrices[:7], "owner", WORKS)
     halves = [
         replace(first, matrices=first.matrices[i : i + 2], compute_ranks=first.compute_ranks[i : i + 2]) for i in (0, 2)
     ]
@@ -329,7 +329,7 @@ def test_the_first_difference_is_named():
 
 
 def test_shared_matrices_leave_in_parts():
-    plan = make_plan(some(32, (64, 64), None, group="dp"), "auto", WORK)
+    plan = make_plan(some(32, (64, 64), None, group="dp"), "auto", WORKS)
     assert [(bucket.scheme, len(bucket.matrices)) for bucket in plan.buckets] == [("share", 32 // SHARED_PARTS)] * 4
 
 
@@ -339,5 +339,5 @@ def test_rectangles_of_a_matrix_are_added_once(mode, monkeypatch):
     added = mock.Mock(side_effect=plan_records.copies)
     monkeypatch.setattr(plan_records, "copies", added)
     given_matrices = [*some(9, (1024, 4096), 1, ranks=32), *some(9, (64, 64), 0, ranks=32)]
-    make_plan(given_matrices, mode, WORK)
+    make_plan(given_matrices, mode, WORKS)
     assert 0 < added.call_count <= len(given_matrices)

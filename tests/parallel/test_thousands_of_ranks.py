@@ -37,5 +37,5 @@ def test_a_bucket_is_priced_once_whatever_the_number_of_ranks(monkeypatch, param
     monkeypatch.setattr(
         cost, "_rank_costs", lambda plan, bucket, *more: priced.append(bucket) or price(plan, bucket, *more)
     )
-    make_plan(list(matrices(parameters, ranks, layers=4)), "auto", WORK)
+    make_plan(list(matrices(parameters, ranks, layers=4)), "auto", {"": WORK})
     assert len(priced) == len(set(priced)) < 40

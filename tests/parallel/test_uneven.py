@@ -13,7 +13,7 @@ from megatron_eopt.parallel.plan import make_plan
 from megatron_eopt.parallel.plan_records import Matrix
 from megatron_eopt.parallel.rectangles import cut_at
 from megatron_eopt.parallel.workspace import Workspace, chunk_bytes
-from tests.parallel.plans import WORK, bucket_bytes, flat, predicted
+from tests.parallel.plans import WORKS, bucket_bytes, flat, predicted
 
 SHAPES = [(24, 8), (6, 32), (5, 3)]
 together = st.sampled_from(["auto", "owner"])
@@ -41,7 +41,7 @@ def computed(plan):
 
 @given(uneven(), together)
 def test_all_that_owner_serves_of_a_shape_are_one_bucket(given_matrices, mode):
-    plan = make_plan(given_matrices, mode, WORK)
+    plan = make_plan(given_matrices, mode, WORKS)
     found = Counter((plan.one_of(bucket).shape, bucket.scheme) for bucket in plan.buckets)
     for bucket in plan.buckets:
         [shape] = {plan.matrices[i].shape for i in bucket.matrices}
@@ -56,7 +56,7 @@ def test_all_that_owner_serves_of_a_shape_are_one_bucket(given_matrices, mode):
 
 @given(uneven())
 def test_a_matrix_is_computed_where_much_of_it_is_held(given_matrices):
-    plan = make_plan(given_matrices, "owner", WORK)
+    plan = make_plan(given_matrices, "owner", WORKS)
     rank_of = computed(plan)
     for bucket in plan.buckets:
         of_bucket = [plan.matrices[i] for i in bucket.matrices]
@@ -79,37 +79,37 @@ def test_matrices_that_are_whole_on_their_ranks_move_no_bytes():
         Matrix(f"m{i}", shape, cut_at(shape, 0, [0] * (rank + 1) + [16] * (ranks - rank)), "dp")
         for i, rank in enumerate(on)
     ]
-    stay = make_plan(matrices, "auto", WORK)
+    stay = make_plan(matrices, "auto", WORKS)
     assert [(bucket.scheme, bucket.compute_ranks) for bucket in stay.buckets] == [("local", tuple(on))]
-    assert [predicted(stay, rank, WORK) for rank in range(ranks)] == [{}] * ranks
-    plan = make_plan(matrices, "owner", WORK)
+    assert [predicted(stay, rank, WORKS) for rank in range(ranks)] == [{}] * ranks
+    plan = make_plan(matrices, "owner", WORKS)
     (bucket,) = plan.buckets
     counts = Counter(bucket.compute_ranks)
     assert sorted(counts.values()) == [1, 1, 2, 2]
     # the last round goes to ranks 0 and 1: one matrix of rank 2 is computed by rank 0
     assert [rank for rank, own in zip(bucket.compute_ranks, on, strict=True) if rank != own] == [0]
-    assert [bucket_bytes(plan, bucket, rank, WORK)["all_to_all"] for rank in range(4)] == [512, 0, 512, 0]
-    alone = make_plan(matrices[:4], "owner", WORK)
+    assert [bucket_bytes(plan, bucket, rank, WORKS)["all_to_all"] for rank in range(4)] == [512, 0, 512, 0]
+    alone = make_plan(matrices[:4], "owner", WORKS)
     assert alone.buckets[0].compute_ranks == (2, 0, 3, 1)
-    assert plan_cost(alone, WORK).bytes == 0
+    assert plan_cost(alone, WORKS).bytes == 0
 
 
 @given(uneven(), together, st.randoms())
 def test_the_order_of_the_parameters_changes_nothing(given_matrices, mode, random):
-    plan = make_plan(given_matrices, mode, WORK)
+    plan = make_plan(given_matrices, mode, WORKS)
     shuffled = list(given_matrices)
     random.shuffle(shuffled)
-    other = make_plan(shuffled, mode, WORK)
+    other = make_plan(shuffled, mode, WORKS)
     if given_matrices:
-        assert [predicted(plan, r, WORK) for r in range(given_matrices[0].ranks)] == [
-            predicted(other, r, WORK) for r in range(given_matrices[0].ranks)
+        assert [predicted(plan, r, WORKS) for r in range(given_matrices[0].ranks)] == [
+            predicted(other, r, WORKS) for r in range(given_matrices[0].ranks)
         ]
 
 
 @given(uneven(), st.integers(1, 2**14), st.data())
 def test_what_a_rank_holds_of_a_chunk_is_counted_exactly(given_matrices, size, data):
     workspace = Workspace(bytes=size, kept=8)
-    plan = make_plan(given_matrices, "owner", WORK, workspace=workspace)
+    plan = make_plan(given_matrices, "owner", WORKS, workspace=workspace)
     expected = Counter()
     for bucket in plan.buckets:
         of_bucket = [plan.matrices[i] for i in bucket.matrices]
@@ -126,7 +126,7 @@ def test_what_a_rank_holds_of_a_chunk_is_counted_exactly(given_matrices, size, d
 def test_other_rows_on_one_rank_are_a_difference():
     shape = (24, 8)
     first, second = (
-        make_plan([Matrix(f"m{i}", shape, cut_at(shape, 0, [0, at + i, 24]), "dp") for i in (0, 1)], "owner", WORK)
+        make_plan([Matrix(f"m{i}", shape, cut_at(shape, 0, [0, at + i, 24]), "dp") for i in (0, 1)], "owner", WORKS)
         for at in (5, 7)
     )
     line, *_ = differences(described_plan(first), described_plan(second))

@@ -9,8 +9,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from megatron_eopt.checkpoints.states import Settings
 from megatron_eopt.megatron.consensus import log_rank0, union
-from megatron_eopt.megatron.support.facts import on
-from megatron_eopt.megatron.training_state import training_args
+from megatron_eopt.megatron.support.facts import on, training_args
 from megatron_eopt.routing import ParamPattern, compare, from_json, to_json, with_schedule
 from megatron_eopt.settings.groups import differs
 

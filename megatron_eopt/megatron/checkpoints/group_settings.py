@@ -14,8 +14,7 @@ from megatron_eopt.checkpoints.states import Settings
 from megatron_eopt.megatron.checkpoints.changes import FROM_CHECKPOINT, GOES_ON, Changes, listed_changes
 from megatron_eopt.megatron.checkpoints.refusals import FRESH
 from megatron_eopt.megatron.consensus import log_rank0
-from megatron_eopt.megatron.support.facts import on
-from megatron_eopt.megatron.training_state import training_args
+from megatron_eopt.megatron.support.facts import on, training_args
 from megatron_eopt.megatron.wrappers import torch_optimizers
 from megatron_eopt.redirect import Original, around
 from megatron_eopt.settings.groups import differs

@@ -17,8 +17,7 @@ from megatron.core.utils import unwrap_model
 
 from megatron_eopt.checkpoints.states import BLOCK, MAIN, StateDict, base, split_key
 from megatron_eopt.megatron.consensus import log_rank0, union
-from megatron_eopt.megatron.support.facts import on
-from megatron_eopt.megatron.training_state import training_args
+from megatron_eopt.megatron.support.facts import on, training_args
 from megatron_eopt.redirect import Original, around
 from megatron_eopt.routing import ParamPattern, rows
 from megatron_eopt.settings.modifiers import OPTIONAL

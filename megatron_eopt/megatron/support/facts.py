@@ -1,5 +1,6 @@
 """Facts that decide whether a run works."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from inspect import signature
@@ -8,7 +9,6 @@ from typing import Any
 from megatron_eopt import registry
 from megatron_eopt.family import LIKE_MUON
 from megatron_eopt.megatron import releases
-from megatron_eopt.megatron.training_state import training_args
 
 
 @dataclass(frozen=True)
@@ -127,6 +127,11 @@ class Run:
     def averages(self) -> bool:
         """Whether an optimizer evaluates and saves an average."""
         return any(registry.class_named(name).train_weight_key is not None for name in self.names)
+
+
+def training_args() -> Any:
+    """The arguments of ``megatron.training``; None where it is not running."""
+    return getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
 
 
 def primary_of(settings: Any) -> str:

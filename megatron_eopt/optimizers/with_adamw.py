@@ -46,25 +46,44 @@ State = MutableMapping[Tensor, dict[str, Any]]
 
 
 class JoinedState(State):
-    """The state of two optimizers as one."""
+    """The state of two optimizers as one.
+
+    As torch's, it makes what is asked for by ``state[parameter]``, and not by ``get`` or ``in``.
+    """
 
     def __init__(self, matrices: State, adamw: State, of_adamw: Sequence[Tensor]) -> None:
         self._matrices = matrices
         self._adamw = adamw
         self._of_adamw = of_adamw
 
+    def _of(self, parameter: Tensor) -> State:
+        if parameter in self:
+            return self._adamw if parameter in self._adamw else self._matrices
+        return self._adamw if any(parameter is p for p in self._of_adamw) else self._matrices
+
+    def __contains__(self, parameter: object) -> bool:
+        return parameter in self._matrices or parameter in self._adamw
+
+    def get(self, parameter: Tensor, default: Any = None) -> Any:
+        """A parameter's state, if there is one."""
+        return self._of(parameter).get(parameter, default)
+
+    def pop(self, parameter: Tensor, *default: Any) -> Any:
+        """Take a parameter's state out."""
+        return self._of(parameter).pop(parameter, *default)
+
+    def setdefault(self, parameter: Tensor, state: Any = None) -> Any:
+        """A parameter's state, set if there is none."""
+        return self._of(parameter).setdefault(parameter, state)
+
     def __getitem__(self, parameter: Tensor) -> dict[str, Any]:
-        state = self._adamw if parameter in self._adamw else self._matrices
-        if parameter not in state:  # to ask for it would make it
-            raise KeyError(parameter)
-        return state[parameter]
+        return self._of(parameter)[parameter]
 
     def __setitem__(self, parameter: Tensor, state: dict[str, Any]) -> None:
-        is_adamws = any(parameter is p for p in self._of_adamw)
-        (self._adamw if is_adamws else self._matrices)[parameter] = state
+        self._of(parameter)[parameter] = state
 
     def __delitem__(self, parameter: Tensor) -> None:
-        del (self._adamw if parameter in self._adamw else self._matrices)[parameter]
+        del self._of(parameter)[parameter]
 
     def __iter__(self) -> Iterator[Tensor]:
         return chain(self._matrices, self._adamw)
@@ -232,6 +251,7 @@ class WithAdamW(ReportingOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._sort_state()
         groups = self._adam_groups  # AdamW would refuse them when the matrices have made their step
         for group in groups:
             check_values(self._of_adamw, OF_ADAMW, group)
@@ -259,20 +279,24 @@ class WithAdamW(ReportingOptimizer):
         """State of all parameters, made when it is first read."""
         if not self.matrices.state:  # torch.distributed.checkpoint would make a step to have it
             self.init_state()
-        return self._state
+        if self.adamw is None:
+            return self.matrices.state
+        self._sort_state()
+        return JoinedState(self.matrices.state, self.adamw.state, parameters_in(self.adamw.param_groups))
 
     @state.setter
     def state(self, state: State) -> None:
-        self.matrices.state = defaultdict(dict)
+        self.matrices.state = defaultdict(dict, state)
         if self.adamw is not None:
             self.adamw.state = defaultdict(dict)
-        self._state.update(state)
+            self._sort_state()
 
-    @property
-    def _state(self) -> State:
-        if self.adamw is None:
-            return self.matrices.state
-        return JoinedState(self.matrices.state, self.adamw.state, parameters_in(self.adamw.param_groups))
+    def _sort_state(self) -> None:
+        """Give AdamW the state of its parameters."""
+        if self.adamw is not None:
+            kept = self.matrices.state  # also of those that were in no group when their state was set
+            for parameter in filter(kept.__contains__, parameters_in(self.adamw.param_groups)):
+                self.adamw.state[parameter] = kept.pop(parameter)
 
     def init_state(self) -> None:
         """Create all state, as a checkpoint load needs it."""

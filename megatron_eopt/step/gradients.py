@@ -57,12 +57,12 @@ class WithoutGradients:
     """Warns once of groups that have no gradient in two steps."""
 
     def __init__(self) -> None:
-        self.told = False
+        self._told = False
         self._before: set[int] = set()  # groups without a gradient in the last step
 
     def look(self, name: str, groups: Sequence[dict[str, Any]]) -> None:
         """Look at the gradients of a step; an optimizer's ``name`` begins the warning."""
-        if self.told:
+        if self._told:
             return
         now = set()
         for number, group in enumerate(groups):
@@ -72,7 +72,7 @@ class WithoutGradients:
         self._before = now
         if not twice:
             return
-        self.told = True
+        self._told = True
         without = parameters_in([groups[number] for number in sorted(twice)])
         called = dict(zip(parameters_in(groups), parameter_names(groups), strict=True))
         if any(p.requires_grad for p in without):

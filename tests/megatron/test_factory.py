@@ -89,15 +89,6 @@ def test_what_a_user_wraps_around_the_step_stays():
     assert calls == ["user", "user"]
 
 
-def test_a_rank_without_any_gradient_is_not_told_of_it_as_in_plain_torch(one_rank, caplog):
-    optimizer = FP32Optimizer(muon())
-    for p in optimizer.optimizer.param_groups[0]["params"]:
-        p.grad = None
-    check_steps(optimizer, 0)
-    assert optimizer.step()[0]
-    assert caplog.text == ""
-
-
 def test_parameters_without_a_gradient_are_named_once_before_the_first_step(one_rank, monkeypatch, capsys):
     expert, grouped = (
         "decoder.mlp.experts.local_experts.{}.linear_fc1.weight",

@@ -90,15 +90,18 @@ def scale_each(tensors: Tensors, factors: Tensors) -> None:
 
 
 def multiplied_each(tensors: Tensors, factors: Tensor, ok: Flag) -> list[Tensor]:
-    """Each tensor times an entry; with a flag, on a GPU, in few launches at the price of copies."""
+    """Each tensor times an entry; all are fp32, or fp64.
+
+    With a flag, on a GPU, in few launches at the price of copies.
+    """
+    of_each = factors.to(tensors[0].dtype).unbind()
     if ok is None:
-        return list(torch._foreach_mul(list(tensors), list(factors.unbind())))
+        return list(torch._foreach_mul(list(tensors), list(of_each)))
     products = list(tensors)
     for equal in alike(tensors):
         stack = stacked(tensors, equal)
-        wide = torch.promote_types(stack.dtype, torch.float32)
-        of_each = stacked(factors.unbind(), equal).to(wide).view(-1, *[1] * (stack.ndim - 1))
-        for i, x in zip(equal, (stack * of_each).unbind(), strict=True):
+        factor = stacked(of_each, equal).view(-1, *[1] * (stack.ndim - 1))
+        for i, x in zip(equal, (stack * factor).unbind(), strict=True):
             products[i] = x
     return products
 

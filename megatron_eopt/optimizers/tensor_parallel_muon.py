@@ -26,7 +26,7 @@ from megatron_eopt.parallel.plan_records import Matrix, TpMode
 from megatron_eopt.settings.execution import Execution
 from megatron_eopt.settings.groups import DECOUPLED, METHOD, MOMENTUM_STEPS, warn
 from megatron_eopt.settings.iteration import iteration_of, note_short_schedule
-from megatron_eopt.settings.modifiers import GroupModifiers
+from megatron_eopt.settings.modifiers import MOMENT2_BUFFER, RADIUS, GroupModifiers, optional_states
 from megatron_eopt.settings.of_class import settings_of
 from megatron_eopt.settings.records import DecayMethod, Moment2Method, RelativeUpdate, WeightNorm
 from megatron_eopt.step import held_norms
@@ -213,17 +213,16 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         tensors = super().state_tensors(parameter)
         modifiers = self.modifiers_of(self.group_of(parameter))
         if modifiers.holds:
-            tensors += held_norms.radius_tensors(self.key_ends(parameter), optional=self._is_free("weight_norm"))
+            tensors += held_norms.radius_tensors(self.key_ends(parameter), optional=self._may_lack(RADIUS))
         method = modifiers.moment2_method
         if method != "none":
             ends = self.key_ends(parameter)
             layouts = self.matrix_layouts(parameter)
-            tensors += second_moment.moment_tensors(method, ends, layouts, optional=self._is_free("moment2_method"))
+            tensors += second_moment.moment_tensors(method, ends, layouts, optional=self._may_lack(MOMENT2_BUFFER))
         return tensors
 
-    def _is_free(self, key: str) -> bool:
-        """Whether groups may be without a modifier; state of one that all have, no checkpoint may lack."""
-        return "none" in settings_of(type(self))[key].choices
+    def _may_lack(self, key: str) -> bool:
+        return key in optional_states(settings_of(type(self)))
 
     def scale_rows(self, parameters: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
         """Also scale the norms that matrices keep."""

@@ -21,14 +21,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_eopt.settings.groups import DECOUPLED, METHOD
-from megatron_eopt.settings.records import RECORDS, DecayMethod, Moment2Method, RelativeUpdate, WeightNorm
+from megatron_eopt.settings.records import RECORDS, DecayMethod, Moment2Method, RelativeUpdate, Setting, WeightNorm
 
 RADIUS = "radius"  # kept of each logical matrix whose norm is held
 MOMENT2_BUFFER = "moment2_buffer"
 
-OPTIONAL = (RADIUS, MOMENT2_BUFFER)
-"""State keys of modifiers, without the number of a matrix: a run with them goes on from a state without, and without
-them from a state with."""
+OPTIONAL = {RADIUS: "weight_norm", MOMENT2_BUFFER: "moment2_method"}
+"""State keys of modifiers, without the number of a matrix -> the setting. Where that may be ``none``, a run with it goes
+on from a state without, and without it from a state with."""
 
 INSTEAD_OF_DECAY = "it keeps the norm of every matrix, whatever decays"
 
@@ -36,6 +36,11 @@ INSTEAD_OF_DECAY = "it keeps the norm of every matrix, whatever decays"
 def without_matrix(key: str) -> str:
     """A state key of a modifier without the number of a matrix."""
     return key if key in OPTIONAL else key.rpartition("_")[0]
+
+
+def optional_states(known: Mapping[str, Setting]) -> list[str]:
+    """Those of :data:`OPTIONAL` that an optimizer with these settings may be without."""
+    return [key for key, setting in OPTIONAL.items() if setting in known and "none" in known[setting].choices]
 
 
 @dataclass(frozen=True, kw_only=True)

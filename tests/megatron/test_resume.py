@@ -117,7 +117,8 @@ def test_a_resumed_run_is_the_straight_one(tmp_path, optimizer, layout, precisio
 
     states = whole([rank["after"] for rank in straight]).values()
     assert kept <= {key for state in states for key in state}
-    assert all(state.keys() - {"parameter", "main", "cut"} for state in states)  # each parameter has an optimizer
+    if kept:  # SinkGD keeps nothing; of all others each parameter has an optimizer
+        assert all(state.keys() - {"parameter", "main", "cut"} for state in states)
 
 
 @pytest.mark.wide

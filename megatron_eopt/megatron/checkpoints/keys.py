@@ -20,7 +20,6 @@ from megatron_eopt.megatron.consensus import log_rank0, union
 from megatron_eopt.megatron.support.facts import on, training_args
 from megatron_eopt.redirect import Original, around
 from megatron_eopt.routing import ParamPattern, rows
-from megatron_eopt.settings.modifiers import OPTIONAL
 from megatron_eopt.step.state import MOMENTUM_BUFFER
 
 type Sharded = ShardedTensor | ShardedTensorFactory
@@ -144,10 +143,12 @@ def _leave_out_missing(requests: Iterable[StateDict], stored: Collection[str]) -
     missing = set[str]()
     requests = list(requests)
     wanted = {tensor.key for tensor in sharded_tensors(requests)}
-    blocks = [each[BLOCK] for each in requests if each[BLOCK].get("modifies")]
-    for block in blocks:
-        for states in block["state"].values():
-            for state in [state for state in states if base(state) in OPTIONAL]:
+    optional = set[str]()
+    for block in (each[BLOCK] for each in requests):
+        of_block = block.get("optional", [])
+        optional.update(of_block)
+        for states in block.get("state", {}).values():
+            for state in [state for state in states if base(state) in of_block]:
                 there = [tensor for tensor in states[state] if tensor.key in stored]
                 if len(there) < len(states[state]):
                     missing.add(base(state))
@@ -156,8 +157,8 @@ def _leave_out_missing(requests: Iterable[StateDict], stored: Collection[str]) -
         log_rank0(
             f"the checkpoint lacks {state} of some parameters, which modifiers of this run keep: it begins anew there"
         )
-    unused = {base(split_key(key)[0]) for key in {*stored} - {*union(wanted)}} & {*OPTIONAL}
-    for state in sorted(unused) if blocks else ():
+    unused = {base(split_key(key)[0]) for key in {*stored} - {*union(wanted)}}
+    for state in sorted(unused & optional):
         log_rank0(
             f"the checkpoint holds {state} of some parameters, which no modifier of this run keeps: it is left out"
         )

@@ -14,7 +14,6 @@ from megatron_eopt.megatron.checkpoints.keys import (
 )
 from megatron_eopt.megatron.consensus import distinct
 from megatron_eopt.registry import list_optimizers, optimizer_class
-from megatron_eopt.settings.modifiers import OPTIONAL
 from megatron_eopt.step.state import MOMENTUM_BUFFER
 
 FRESH = "pass --no-load-optim to load the weights alone and start with fresh optimizer state"
@@ -38,9 +37,7 @@ def problem_of(optimizers: Sequence[StateDict], stored: Collection[str], blocks:
     problem = too_new(max((block.get("format", 0) for block in blocks), default=0))
     if problem:
         return problem
-    optional = set[str]()
-    if any(each[BLOCK].get("modifies") for each in optimizers):
-        optional |= {*OPTIONAL}
+    optional = {state for each in optimizers for state in each[BLOCK].get("optional", [])}
     if imports_adam(optimizers, stored):
         optional |= {SECOND_MOMENT, DISTRIBUTED_MAIN}
     here = [(each[BLOCK]["optimizer"], sorted(keys_of(each))) for each in optimizers]

@@ -26,6 +26,8 @@ from megatron_eopt.megatron.consensus import distinct
 from megatron_eopt.megatron.wrappers import model_parameters
 from megatron_eopt.registry import BUILT_AS
 from megatron_eopt.routing import to_json
+from megatron_eopt.settings.modifiers import optional_states
+from megatron_eopt.settings.of_class import settings_of
 from megatron_eopt.step.base import BaseOptimizer
 from megatron_eopt.step.parameters import local, parameters_in
 from megatron_eopt.step.state import StateTensor
@@ -108,7 +110,7 @@ class SavedState:
         requested = {
             "import_adam": bool(getattr(self._megatron.config, "muon_momentum_from_adam", False)),
             "layers_differ": self._layers_differ,
-            "modifies": self._is_ours and "weight_norm" in self._torch.defaults,
+            "optional": optional_states(settings_of(type(self._torch))) if self._is_ours else [],
         }
         return requested | ({"settings": self._torch.settings()} if self._is_ours else {})
 

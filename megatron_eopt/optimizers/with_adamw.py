@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from megatron_eopt.optimizers.adamw import AdamW, state_tensors
 from megatron_eopt.optimizers.heavy_ball_muon import HeavyBallMuon
 from megatron_eopt.settings.groups import plain, warn, warn_of_idle
 from megatron_eopt.settings.of_class import check_values, settings_of
 from megatron_eopt.settings.other_names import check_arguments
 from megatron_eopt.settings.records import ADAM, RECORDS, Setting
 from megatron_eopt.settings.values import AT_LEAST_0
+from megatron_eopt.step.adamw import AdamW, state_tensors
 from megatron_eopt.step.base import BaseOptimizer
 from megatron_eopt.step.gradients import check_gradients
 from megatron_eopt.step.loaded_state import (

@@ -18,7 +18,6 @@ from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 from megatron_eopt.family import ADAMW_RMS, DEFAULT_TP_MODE, LIKE_MUON, OPTIMIZERS
 from megatron_eopt.matrices import ATTRIBUTE, tag_declared, warn_of_unmatched
 from megatron_eopt.optimizer_spec import OptimizerSpec
-from megatron_eopt.optimizers.adamw import AdamW
 from megatron_eopt.optimizers.heavy_ball_muon import HeavyBallMuon
 from megatron_eopt.optimizers.spectron import Spectron
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
@@ -32,6 +31,7 @@ from megatron_eopt.routing.checks import FAR
 from megatron_eopt.screen import counted, listed
 from megatron_eopt.settings.execution import gathered
 from megatron_eopt.settings.presets import RECOMMENDED, TO_BEGIN_WITH, presets_of
+from megatron_eopt.step.adamw import AdamW
 from megatron_eopt.step.ownership import KIND, ownership
 from megatron_eopt.step.parameters import FLATTENED, FSDP1_MESSAGE, NAME, parameters_in, warn_of_fp16
 from megatron_eopt.step.reporting import ReportingOptimizer

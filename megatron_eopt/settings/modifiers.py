@@ -27,8 +27,8 @@ RADIUS = "radius"  # kept of each logical matrix whose norm is held
 MOMENT2_BUFFER = "moment2_buffer"
 
 OPTIONAL = {RADIUS: "weight_norm", MOMENT2_BUFFER: "moment2_method"}
-"""State keys of modifiers, without the number of a matrix -> the setting. Where that may be ``none``, a run with it goes
-on from a state without, and without it from a state with."""
+"""State keys of modifiers, without the number of a matrix -> the setting. Where that may be ``none``, a run with it
+goes on from a state without, and without it from a state with."""
 
 INSTEAD_OF_DECAY = "it keeps the norm of every matrix, whatever decays"
 

@@ -17,9 +17,9 @@ from torch.nn.functional import cross_entropy
 from megatron_eopt import Execution, Lion, registry
 from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.matrices import concatenated, declare, undeclare
-from megatron_eopt.optimizers.adamw import AdamW
 from megatron_eopt.plain import OptimizerConfig, build_optimizer, kinds
 from megatron_eopt.registry import register_optimizer
+from megatron_eopt.step.adamw import AdamW
 from tests.optimizers.family import decays
 
 OPTIONS = {"spectron": {"rank": 4}, "scion": {"radius": 1.0}}

@@ -11,8 +11,8 @@ from torch import nn
 
 import megatron_eopt
 from megatron_eopt import Muon, WithAdamW, registry
-from megatron_eopt.optimizers.adamw import AdamW
 from megatron_eopt.plain import OptimizerConfig, build_optimizer, get_optimizer, register_optimizer
+from megatron_eopt.step.adamw import AdamW
 
 FIELDS = {"name": "muon", "lr": 0.5, "muon_adam_lr": 0.25, "weight_decay": 0.125, "muon_ns_steps": 3}
 

@@ -54,7 +54,8 @@ def refreshed(x: Whitened, steps: Tensor, step: int, settings: Mapping[str, Any]
     noisy = torch.add(momentum, noise, alpha=settings["damping_noise_scale"])
     noisy.addcmul_(momentum.abs(), noise, value=1e-7)
     seen = preconditioned(x.factors, noisy)
-    rate = settings["precond_lr"] / (1 + (step - 1) / settings["precond_decay_steps"]) ** 0.5
+    before = max(step - 1, 0)  # no step counts while the rate is 0, as a warm-up begins
+    rate = settings["precond_lr"] / (1 + before / settings["precond_decay_steps"]) ** 0.5
     rate = max(rate, settings["min_precond_lr"])
     beta = settings["beta_lip"]
     factors = []

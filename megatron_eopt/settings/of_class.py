@@ -3,7 +3,7 @@
 import functools
 import inspect
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from inspect import Parameter
 from typing import Any, Literal, Unpack, get_args, get_origin
@@ -91,14 +91,20 @@ def check_values(owner: str, settings: Mapping[str, Setting], values: Mapping[st
             check(f"{owner}: {key}", value)
 
 
-def check_effect(settings: Mapping[str, Setting], values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-    """Refuse values unlike the defaults that have an effect only with other values of another setting."""
+def check_effect(
+    settings: Mapping[str, Setting],
+    values: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+) -> None:
+    """Refuse values unlike the defaults that have an effect only with other values of another setting of groups."""
     for key, setting in settings.items():
         if setting.only_with is None or values[key] == defaults[key]:
             continue
         other, wanted = setting.only_with
-        if values[other] not in wanted:
+        found = dict.fromkeys(group[other] for group in groups)
+        if found.keys().isdisjoint(wanted):
             raise ValueError(
-                f"{key} has no effect with {other} {values[other]!r}, got {values[key]!r}: it belongs to "
-                f"{' and '.join(map(repr, wanted))}"
+                f"{key} has no effect with {other} {' and '.join(map(repr, found))}, got {values[key]!r}: it belongs "
+                f"to {' and '.join(map(repr, wanted))}"
             )

@@ -155,8 +155,9 @@ class BaseOptimizer(ReportingOptimizer):
                 in_groups[key] = value
         if "execution" not in known:
             vars(self)["execution"] = Execution(symmetric_products=values.get("symmetric_products"))
-        check_effect(known, in_groups, {key: setting.default for key, setting in known.items()})
         super().__init__(params, {**in_groups, **(further or {})})
+        class_defaults = {key: setting.default for key, setting in known.items()}
+        check_effect(known, in_groups, class_defaults, self.param_groups)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -377,7 +378,7 @@ class BaseOptimizer(ReportingOptimizer):
                     )
             with of_groups.named(len(self.param_groups) - 1, self.param_groups):
                 self._check_settings(group)
-                check_effect(settings_of(type(self)), group, self.defaults)
+                check_effect(settings_of(type(self)), group, self.defaults, [group])
             self._check_group(group)
         except Exception:
             self.param_groups.pop()
@@ -416,6 +417,7 @@ class BaseOptimizer(ReportingOptimizer):
         parameters = self._parameters()
         restore_attributes(parameters, self._session.said)
         self._session.key_ends.clear()
+        self._session.group_of.clear()
         forget_replaced(type(self).__name__, self.state, parameters)
         if not self.elementwise:
             shapes = {shape for shape, _ in self._session.said}
@@ -587,6 +589,7 @@ class BaseOptimizer(ReportingOptimizer):
             session.engine_of = functions, deepcopy(planned)  # lists may be written to
             session.stepping = None
             session.parameters = self._parameters()
+            session.sizes = [len(group["params"]) for group in self.param_groups]
         parameters = self._parameters()
         if session.nonfinite is None and parameters:
             devices = sorted({str(parameter.device) for parameter in parameters})
@@ -686,8 +689,9 @@ class BaseOptimizer(ReportingOptimizer):
     def _step(self, parameters: Sequence[Tensor]) -> None:
         """Check gradients, plan anew where it is needed, and change what is to be changed."""
         session = self._session
-        if len(parameters) != len(session.parameters) or not all(map(is_, parameters, session.parameters)):
-            session.engine = session.nonfinite = None  # of other parameters
+        sizes = [len(group["params"]) for group in self.param_groups]
+        if sizes != session.sizes or not all(map(is_, parameters, session.parameters)):
+            session.engine = session.nonfinite = None  # of other parameters, or of these in other groups
         if session.engine is None:
             self._rebind_parameters()
         self._count_anew(parameters)

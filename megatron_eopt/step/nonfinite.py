@@ -90,7 +90,7 @@ class NonFinite:
         skipped = flag < 1
         self._counts[:2].add_(skipped)
         self._counts[0].mul_(skipped)
-        self._counts[2].clamp_(max=flag)
+        self._counts[2].copy_(flag.clamp(max=0))
         self._report(list(found), [x is None for x in gradients], usable, at_once)
         return flag
 
@@ -105,6 +105,7 @@ class NonFinite:
         in_a_row, total, uneven, *of_gradients = found.tolist()
         if total == self._reported:
             return
+        self._reported = total
         names = self._names()
         if uneven:
             lacking = [name for name, is_missing in zip(names, missing, strict=True) if is_missing]
@@ -124,7 +125,6 @@ class NonFinite:
             f"{self._looked_at} are not finite, or above 2^50 in norm, of {of_which}: {self._outcome}, {total} in "
             "all so far"
         )
-        self._reported = total
 
 
 def norms_of(tensors: Iterable[Tensor]) -> list[Tensor]:

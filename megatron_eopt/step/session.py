@@ -43,6 +43,7 @@ class Session[Cache: StepCache]:
     seen_keys: set[str] = field(default_factory=set)  # of groups, looked at for those that nobody reads
     engine: Engine | None = None
     parameters: list[Tensor] = field(default_factory=list)  # that it was made for
+    sizes: list[int] = field(default_factory=list)  # how many of these each group has
     tags: list[object] = field(default_factory=list)  # what these said of their logical matrices
     engine_of: tuple[list[object], list[dict[str, Any]]] | None = None  # functions and settings that it was made for
     stepping: list[bool] | None = None  # which parameters have gradients, as sharing ranks have agreed

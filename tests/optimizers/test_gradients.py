@@ -164,6 +164,11 @@ def test_several_in_a_row_are_an_error_before_anything_changes(make, caplog):
     with pytest.raises(RuntimeError, match=r"not finite in 5 steps in a row, .* of layer\.weight: nothing is trained"):
         opt.step()
     assert all(map(torch.equal, before, (p, q)))
+    caplog.clear()
+    p.grad = gradient(p, 0)
+    opt.step()
+    assert not caplog.records
+    assert not torch.equal(p, before[0])
 
 
 def test_a_good_step_starts_the_count_anew():
@@ -188,6 +193,7 @@ def test_what_another_rank_says_counts(caplog):
     assert "of another rank: the whole step is skipped" in caplog.text
     with pytest.raises(RuntimeError, match="on some of the ranks that share it, none on others; here b has none"):
         skipping.accept(good, lambda flag: -torch.ones_like(flag))
+    assert skipping.accept(good, lambda flag: flag) == 1
 
 
 @every

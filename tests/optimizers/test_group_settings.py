@@ -10,6 +10,7 @@ from megatron_eopt import (
     TensorParallelAdaptiveMuon,
     TensorParallelMuon,
 )
+from megatron_eopt.family import OPTIMIZERS
 from tests.optimizers.field import drawn, matrix
 from tests.plain.made import assert_same
 
@@ -230,3 +231,30 @@ def test_a_second_moment_of_one_group_is_none_of_another(other):
     adamuon = {"moment2_method": "adamuon"}
     [alone] = stepped(adamuon)
     assert torch.equal(stepped(adamuon, other)[0], alone)
+
+
+@pytest.mark.parametrize("name", ["muon", "soap", "dion", "spectron", "lion"])
+def test_a_parameter_that_goes_to_another_group_has_its_settings(name):
+    rank = {"rank": 2} if name == "spectron" else {}
+    a, b, c = (matrix(6, 4, number) for number in range(3))
+    opt = OPTIMIZERS[name].cls([{"params": [a, b], "lr": 0.1}, {"params": [c], "lr": 0.0}], weight_decay=0.0, **rank)
+
+    def moved():
+        before = [p.detach().clone() for p in (a, b, c)]
+        for p in (a, b, c):
+            p.grad = drawn((6, 4), 7)
+        opt.step()
+        return [not torch.allclose(x, p) for x, p in zip(before, (a, b, c), strict=True)]
+
+    moved()
+    assert moved() == [True, True, False]
+    opt.param_groups[1]["params"].insert(0, opt.param_groups[0]["params"].pop())
+    assert moved() == [True, False, False]
+
+
+def test_a_default_may_be_for_one_group_alone():
+    """The decay rate of a second moment, which the optimizer has for the groups that have one."""
+    groups = [{"params": [matrix(6, 4)], "moment2_method": "normuon"}, {"params": [matrix(4, 6)]}]
+    assert TensorParallelMuon(groups, beta2=0.9).param_groups[0]["beta2"] == 0.9
+    with pytest.raises(ValueError, match="beta2 has no effect with moment2_method 'none'"):
+        TensorParallelMuon([matrix(6, 4)], beta2=0.9)

@@ -124,3 +124,14 @@ def test_factors_stay_finite(size):
     optimizer.step()
     assert all(x.isfinite().all() for x in (p, *optimizer.state[p].values()))
     assert (p - matrix()).abs().max() < 0.01 * 31 * 5  # entries of matrices whose RMS is at most 1
+
+
+def test_a_warm_up_may_begin_at_a_rate_of_zero():
+    p = torch.nn.Parameter(torch.ones(6, 4))
+    optimizer = PSGDKron([p], lr=0.0, precond_decay_steps=1)
+    for rate in (0.0, 0.01):
+        optimizer.param_groups[0]["lr"] = rate
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+    assert p.isfinite().all()
+    assert not torch.equal(p, torch.ones_like(p))

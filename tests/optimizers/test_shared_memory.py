@@ -28,6 +28,7 @@ def test_a_step_shared_by_data_parallel_ranks_takes_as_much_at_any_number(ranks)
             for parameter in parameters:
                 optimizer._note_begun(parameter, "steps")  # no first gradient
             optimizer._session.engine = optimizer.proposed()
+            optimizer._session.settled = optimizer._settled(optimizer._session.engine)
             optimizer._session.stepping = [True] * len(parameters)
             with torch.no_grad(), Allocations() as allocated:
                 optimizer._take(None)

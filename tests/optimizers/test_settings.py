@@ -180,7 +180,7 @@ TOGETHER = [
 # The same, which only a constructor and a new group have to refuse: they follow from parameters, or from defaults.
 OF_GROUPS = [
     ("muon", {"update_ratio": 2.0}, "update_ratio has no effect with relative_update 'none', got 2.0"),
-    ("muon", {**HOLD, "brake_inward": 0.5}, "brake_inward has no effect with weight_norm 'hold'"),
+    ("muon", {**HOLD, "weight_decay": 0, "brake_inward": 0.5}, "brake_inward has no effect with weight_norm 'hold'"),
     ("muon", {"beta2": 0.9}, "beta2 has no effect with moment2_method 'none'"),
     (
         "muon",

@@ -320,6 +320,7 @@ def name_of(optimizer: Optimizer) -> str:
     if optimizer in BUILT_AS:
         return BUILT_AS[optimizer]
     names = {entry.optimizer_cls: name for name, entry in sorted(EMERGING_OPTIMIZERS.items())}
+    names |= {row.cls: row.name for row in OPTIMIZERS.values()}  # whatever else a user has registered it under
     for cls in type(optimizer).__mro__:
         if cls in names:
             return names[cls]

@@ -347,3 +347,8 @@ def test_the_default_routing_speaks_megatrons_language():
 def test_what_a_config_of_megatron_brings_is_not_warned_of(name, caplog):
     built(name, spectron_rank=2)
     assert "no effect" not in caplog.text
+
+
+def test_an_entry_of_a_users_renames_none_of_ours():
+    registry.register_optimizer("z_mine", registry.EmergingOptimizerEntry(TensorParallelMuon))
+    assert registry.name_of(TensorParallelMuon([torch.nn.Parameter(torch.ones(4, 4))])) == "muon"

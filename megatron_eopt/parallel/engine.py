@@ -96,7 +96,7 @@ class Engine:
 
     def explain(self) -> str:
         """The plan as a table of its buckets' costs."""
-        table = explain(self.plan, self.works, self.workspace)
+        table = explain(self.plan, self.works, self.workspace, self._compiler.parameter_of)
         state = self.offloaded()
         if any(state):
             table += "\n" + explain_offloaded(state)

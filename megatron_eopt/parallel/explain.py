@@ -24,8 +24,12 @@ def explain(
     plan: Plan,
     works: Works,
     workspace: Workspace = DEFAULT_WORKSPACE,
+    parameters: Sequence[int] | None = None,
 ) -> str:
-    """A table of costs by shape and scheme, beside other schemes."""
+    """A table of costs by shape and scheme, beside other schemes.
+
+    ``parameters`` are those that the matrices are of, as in :func:`~megatron_eopt.parallel.plan.make_plan`.
+    """
     rows = []
     numbers = dict.fromkeys(works, "")
     if len(works) > 1:
@@ -46,7 +50,7 @@ def explain(
     buckets_end = len(rows)
     rows.append(_row(f"all {len(plan.matrices)}: this plan", "", "", whole))
     for mode in _COMPARED:
-        other = make_plan(plan.matrices, mode, works, sharing, workspace)
+        other = make_plan(plan.matrices, mode, works, sharing, workspace, parameters)
         rows.append(_row(mode, "", "", plan_cost(other, works)))
     lines = aligned(_COLUMNS, rows, _COLUMNS[3:])
     lines.insert(len(lines) - len(rows) + buckets_end, "")

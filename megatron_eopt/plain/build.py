@@ -332,7 +332,10 @@ def _settings(config: OptimizerConfig, cls: Callable[..., Optimizer], **own: Any
             if value is not None and name in signature(cls).parameters:
                 known[name] = value
     known |= {name: value for name, value in own.items() if value is not None}
-    known = dict(**known, **config.options)  # a TypeError for an option that a field says
+    twice = known.keys() & config.options.keys()
+    if twice:
+        raise TypeError(f"options has {', '.join(sorted(twice))}, which the config says by a field: leave it to that")
+    known |= config.options
     preset = {} if config.preset is None else dict(presets_of(config.name)[config.preset])
     if cls is Muon and "num_ns_steps" in preset:
         preset["ns_steps"] = preset.pop("num_ns_steps")

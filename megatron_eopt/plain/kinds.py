@@ -117,7 +117,7 @@ def mark_no_linear_maps(model: nn.Module) -> None:
 
 
 def declare_layers(model: nn.Module) -> None:
-    """Declare the matrices of convolutions, torch's attention, Hugging Face's Conv1D and experts.
+    """Declare the matrices of convolutions, torch's attention and gates, Hugging Face's Conv1D and experts.
 
     What is declared already stays.
     """
@@ -136,9 +136,19 @@ def _splits(path: str, module: nn.Module) -> dict[str, Split]:
         return {"weight": flattened()}
     if isinstance(module, nn.MultiheadAttention):
         return {"in_proj_weight": concatenated(**dict.fromkeys("qkv"))}
+    if isinstance(module, nn.LSTM | nn.LSTMCell):
+        return _gates(module, "ifgo")
+    if isinstance(module, nn.GRU | nn.GRUCell):
+        return _gates(module, "rzn")
     if any(cls.__name__ == "Conv1D" for cls in type(module).__mro__):
         return _conv1d(path, module)
     return _experts(module)
+
+
+def _gates(module: nn.Module, gates: str) -> dict[str, Split]:
+    """The gates in a recurrent layer's weights, one behind the other."""
+    names = [name for name, _ in module.named_parameters(recurse=False) if name.startswith(("weight_ih", "weight_hh"))]
+    return dict.fromkeys(names, concatenated(**dict.fromkeys(gates)))
 
 
 def _conv1d(path: str, module: nn.Module) -> dict[str, Split]:

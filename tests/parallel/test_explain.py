@@ -106,3 +106,13 @@ def test_iterations_are_numbered_where_there_are_several():
     one = explain(make_plan(both[::2], "owner", WORKS), {names[0]: WORK})
     assert "#" not in one
     assert "\n5 steps, Gram form with 1 restart, 50%" in one
+
+
+def test_what_is_compared_is_cut_into_chunks_as_the_plan_is():
+    """Matrices of one parameter stay in one chunk."""
+    fused = some(18, (256, 256), 0)
+    parameters = [number // 3 for number in range(18)]
+    workspace = Workspace(bytes=6 * 2**20)
+    plan = make_plan(fused, "distributed", WORKS, workspace=workspace, parameters=parameters)
+    table = {row[0]: row for row in rows(explain(plan, WORKS, workspace, parameters))}
+    assert table["distributed"][1:] == table["all 18: this plan"][1:]

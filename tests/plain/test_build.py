@@ -325,6 +325,14 @@ def test_torchs_fused_attention_is_three_matrices():
         assert 0.9 < values.median() < 1.1
 
 
+@pytest.mark.parametrize(
+    ("layer", "matrices"),
+    [(nn.LSTM(8, 8, 2, bidirectional=True), 32), (nn.GRU(8, 8), 6), (nn.RNN(8, 8), 2), (nn.LSTMCell(8, 8), 8)],
+)
+def test_gates_of_recurrent_layers_are_matrices(layer, matrices):
+    assert build(layer, "muon").matrices.matrices_per_step == matrices
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_optimizer_trains_and_its_copies_go_on_bit_for_bit(name):
     model = Model()
@@ -435,7 +443,7 @@ def test_eps_is_that_of_adamw_beside_matrices_and_of_soap():
 
 def test_options_cannot_say_what_fields_say():
     for name, key, field in (("lion", "lr", "lr"), ("muon", "adam_lr", "lr"), ("muon", "momentum", "muon_momentum")):
-        with pytest.raises(TypeError, match=f"multiple values for keyword argument '{key}'"):
+        with pytest.raises(TypeError, match=f"options has {key}, which the config says by a field"):
             build(Model(), name, options={key: 0.5}, **{field: 0.5})
     scion = build(Model(), "scion", options={"radius": 1.0, "num_ns_steps": 3, "workspace": 2**20})
     assert scion.param_groups[0]["num_ns_steps"] == 3

@@ -167,12 +167,10 @@ class Registry(UserDict[str, EmergingOptimizerEntry]):
         theirs = self.data
         self.data = self._own
         for name, entry in self._own.items():
-            if theirs.get(name) is not entry:
-                continue
-            if name in self._made_room:
-                theirs[name] = self._made_room[name]
-            else:
+            if theirs.get(name) is entry:
                 del theirs[name]
+        for name, entry in self._made_room.items():
+            theirs.setdefault(name, entry)
 
     def _put_in_here(self, name: str) -> bool:
         return name in self._own and self._own[name] is self.data.get(name)

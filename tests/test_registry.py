@@ -66,16 +66,19 @@ def test_muon_is_there_and_the_dict_is_live():
     assert registry.list_optimizers() == sorted([*before, "plain"])
 
 
-def test_megatrons_dict_is_as_it_was_afterwards():
+@pytest.mark.parametrize("deleted", [[], ["muon"], ["muon", "mine"]])
+def test_megatrons_dict_is_as_it_was_afterwards(deleted):
     own, theirs = registry.Registry(), {"muon": "Megatron's", "adam": "its own"}
     entry = registry.EmergingOptimizerEntry(Plain)
     own["muon"] = own["mine"] = entry
     own.forward(theirs, make_room=["muon"])
     assert theirs == {"muon": entry, "adam": "its own", "mine": entry}
     assert own["adam"] == "its own"
+    for name in deleted:
+        del own[name]
     own.forward_no_more()
     assert theirs == {"muon": "Megatron's", "adam": "its own"}
-    assert set(own) == {"muon", "mine"}
+    assert set(own) == {"muon", "mine"} - {*deleted}
 
 
 def test_an_unknown_name_gives_the_nearest():

@@ -189,6 +189,8 @@ def test_what_works_is_not_refused(works):
     [
         # on one rank, too
         (run(ddp=DISTRIBUTED, layer_wise=True), r"\(data-parallel ranks: 1\): wrap it by .*wrap_model_chunks_with_ddp"),
+        # of an optimizer that overrides name
+        (run(**LION, grouped_experts="a.weight", assigned=frozenset({"muon"})), "a.weight holds what is several exp"),
     ],
 )
 def test_what_is_known_by_other_facts(refused, message):

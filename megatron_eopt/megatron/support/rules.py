@@ -38,7 +38,7 @@ RULES = (
         "{run.grouped_experts} holds what is several experts', and Megatron-Core saves each expert by itself and would "
         "not find the optimizer state that belongs to it",
         "leave --moe-single-grouped-weight and --moe-single-grouped-bias away: each expert has parameters of its own",
-        lambda run: takes_matrices(run.optimizer) and run.grouped_experts is not None,
+        lambda run: any(map(takes_matrices, run.names)) and run.grouped_experts is not None,
     ),
     Rule(
         "the model is wrapped with use_distributed_optimizer in its DistributedDataParallelConfig, so its gradients "

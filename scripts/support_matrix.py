@@ -111,10 +111,18 @@ FEATURES = (
 )
 
 
+def _distributed_optimizer(release: str) -> dict[str, Any]:
+    """What ``--use-distributed-optimizer`` means: 0.20 lays buffers out for whole matrices, 0.19's ``pretrain`` not."""
+    facts = {"layer_wise": True, "data_parallel": 2}
+    if releases.number(release) > releases.number(releases.SUPPORTED):
+        facts |= {"whole_matrices": True, "ddp.use_distributed_optimizer": True}
+    return facts
+
+
 def support_matrix(release: str) -> list[Row]:
     """What works with a release, ``0.19.2`` or ``0.19``."""
     plain = _of("muon") | {"config.bf16": True}
-    distributed = releases.distributed_optimizer(release)
+    distributed = _distributed_optimizer(release)
     rows = []
     for feature in FEATURES:
         settings = {part: SimpleNamespace() for part in ("config", "ddp", "args")}

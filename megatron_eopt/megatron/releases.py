@@ -1,7 +1,6 @@
 """Which releases of Megatron-Core are supported, and what differs between them."""
 
 import re
-from typing import Any
 
 import megatron.core
 
@@ -25,17 +24,6 @@ def number(release: str) -> tuple[int, int]:
     """The first two numbers of a release; zeros where missing."""
     major, minor, *_ = *re.findall(r"\d+", release), "0", "0"
     return int(major), int(minor)
-
-
-def distributed_optimizer(release: str) -> dict[str, Any]:
-    """What ``--use-distributed-optimizer`` means, as facts of ``support``'s Run.
-
-    0.20 lays gradient buffers out for whole matrices; 0.19's ``pretrain`` does not.
-    """
-    facts = {"layer_wise": True, "data_parallel": 2}
-    if number(release) != (0, 19):
-        facts |= {"whole_matrices": True, "ddp.use_distributed_optimizer": True}
-    return facts
 
 
 def version() -> str:

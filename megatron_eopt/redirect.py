@@ -7,13 +7,11 @@ printed.
 
 import contextlib
 import functools
-import inspect
 import os
 import pkgutil
 import sys
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -70,17 +68,6 @@ def around(replacement: Callable[..., Any]) -> Callable[[Any], Any]:
         return functools.wraps(original)(replaced) if callable(original) else replaced
 
     return make
-
-
-def without_makefile() -> Redirection:
-    """Where Megatron has no Makefile, a start builds no helpers."""
-
-    def build(real: Any) -> None:
-        if Path(inspect.unwrap(real).__code__.co_filename).with_name("Makefile").exists():
-            real()
-
-    built = "Megatron's wheel has helpers built, but not the Makefile that a start runs, and so ends"
-    return Redirection("megatron.core.datasets.utils", "compile_helpers", around(build), built)
 
 
 class Redirections:

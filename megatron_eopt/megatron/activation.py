@@ -22,11 +22,12 @@ from megatron_eopt.megatron import command_line, releases
 from megatron_eopt.megatron.at_average import evaluated_at_average
 from megatron_eopt.megatron.builders import checked_elsewhere, wrap_emerging_builder, wrap_group_builder
 from megatron_eopt.megatron.checkpoints import fsdp_dtensor, group_settings, integrity, keys, loading
+from megatron_eopt.megatron.makefile import without_makefile
 from megatron_eopt.megatron.qk_clip import clip
 from megatron_eopt.megatron.run_flags import FLAGS
 from megatron_eopt.megatron.wrappers import shard_of
 from megatron_eopt.optimizers.lion import Lion
-from megatron_eopt.redirect import Original, Redirection, Redirections, around, becomes, without_makefile
+from megatron_eopt.redirect import Original, Redirection, Redirections, around, becomes
 from megatron_eopt.step.parameters import NAME, SAVED_BY_LAYOUT
 
 logger = logging.getLogger(__name__)

@@ -5,13 +5,14 @@ import os
 import socket
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.utils._device
 
-from megatron_eopt.redirect import Redirection, answer, around, becomes, without_makefile
+from megatron_eopt.redirect import Redirection, answer, around, becomes
 
 _CPU = torch.device("cpu")
 # Factories with `device=`, besides those that `with torch.device` knows.
@@ -223,7 +224,11 @@ def _of_process_groups() -> list[Redirection]:
 
 
 def of_megatron() -> list[Redirection]:
-    """Redirections in Megatron itself; installing them imports it, where it is installed."""
+    """Redirections in Megatron itself, where it is installed; installing them imports it."""
+    if find_spec("megatron") is None:
+        return []
+    from megatron_eopt.megatron.makefile import without_makefile
+
     found = [
         replace(without_makefile(), required=False),
         # megatron.training needs packages that megatron-core does not declare; without them nobody warms up

@@ -36,9 +36,9 @@ def config_to_kwargs(
         kwargs |= symmetric_products_from(config)
     if not row.cls.decays_weights:
         kwargs["weight_decay"] = 0.0
-    if hasattr(config, f"{row.betas}_beta1"):
+    if row.betas and hasattr(config, f"{row.betas}_beta1"):
         kwargs["betas"] = (getattr(config, f"{row.betas}_beta1"), getattr(config, f"{row.betas}_beta2"))
-    if hasattr(config, f"{row.betas}_eps"):
+    if row.betas and hasattr(config, f"{row.betas}_eps"):
         kwargs["eps"] = getattr(config, f"{row.betas}_eps")
     if row.owns == "matrices":
         model = model_chunks[0].config

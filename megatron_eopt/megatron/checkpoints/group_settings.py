@@ -43,14 +43,14 @@ def with_optimizer(
         kwargs["skip_load_to_model_and_opt"] = False
     of_run = schedules(optimizer)
     result = load(model, optimizer, opt_param_scheduler, *args, **kwargs)
-    args = training_args()
-    if on(args, "no_load_optim") and result[0]:
+    of_megatron = training_args()
+    if on(of_megatron, "no_load_optim") and result[0]:
         log_rank0(
             f"--no-load-optim: the weights are those of iteration {result[0]}, all optimizer state begins at zero, and "
             f"so does the schedule of rates and weight decay"
         )
-    overrides = on(args, "override_opt_param_scheduler")
-    if opt_param_scheduler is not None and (overrides or on(args, FROM_CHECKPOINT)):
+    overrides = on(of_megatron, "override_opt_param_scheduler")
+    if opt_param_scheduler is not None and (overrides or on(of_megatron, FROM_CHECKPOINT)):
         if overrides:
             restore_schedules(optimizer, of_run)
         opt_param_scheduler.step(0)

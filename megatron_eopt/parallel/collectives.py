@@ -1,8 +1,8 @@
 """The collectives, each counted, and groups over several axes.
 
-All but :func:`lowest` and :func:`total` return at once; :meth:`Pending.wait` gives the result. Where the backend raises
-(if a rank is gone, or after the group's timeout), a :class:`CollectiveError` names the collective. bf16 and fp16 are
-summed in fp32.
+Those that return a :class:`Pending` return at once, and its :meth:`Pending.wait` gives the result; the others return
+when they are finished. Where the backend raises (if a rank is gone, or after the group's timeout), a
+:class:`CollectiveError` names the collective. bf16 and fp16 are summed in fp32.
 """
 
 import pickle

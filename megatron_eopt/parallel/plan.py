@@ -221,7 +221,7 @@ class _Planner:
         """Operations of each rank of a group."""
         return self._costs.flops_of_ranks(self._with_compute_ranks(buckets))
 
-    def _in_chunks(self, groups: Iterable[list[Bucket]]) -> list[Bucket]:
+    def _in_chunks(self, groups: Sequence[list[Bucket]]) -> list[Bucket]:
         """The buckets of groups of ranks, cut where they do not fit together."""
         buckets = list(chain(*groups))
         chunk_of = self._chunk_of(sorted(buckets, key=self._order))

@@ -68,6 +68,7 @@ def test_a_resumed_run_is_the_straight_one(tmp_path, flags):
         ([*BF16, "--ckpt-format", "torch"], None),  # which neither saves nor loads
         (["--optimizer", "lion"], "'lion' has parameters that are no matrices"),
         (["--muon-scalar-optimizer", "lion"], "of which lion keeps none"),
+        (["--optimizer", "scion", "--muon-scalar-optimizer", "lion"], "of which lion keeps none"),
         ([*EXPERTS, "--with-biases"], "a bias is expert-parallel and no matrix"),
         (
             [*BF16, "--ckpt-format", "torch", "--save", "a folder", "--save-interval", 1],

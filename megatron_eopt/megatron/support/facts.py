@@ -7,7 +7,6 @@ from inspect import signature
 from typing import Any
 
 from megatron_eopt import registry
-from megatron_eopt.family import LIKE_MUON
 from megatron_eopt.megatron import releases
 
 
@@ -107,7 +106,8 @@ class Run:
     @property
     def scalar(self) -> str | None:
         """Name of the scalar optimizer; None without a choice."""
-        return getattr(self.config, "muon_scalar_optimizer", None) if self.optimizer in LIKE_MUON else None
+        takes_matrices = registry.takes_matrices(self.optimizer)
+        return getattr(self.config, "muon_scalar_optimizer", None) if takes_matrices else None
 
     @property
     def names(self) -> list[str]:

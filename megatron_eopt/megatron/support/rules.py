@@ -17,8 +17,8 @@ class Rule(NamedTuple):
 
 RULES = (
     Rule(
-        "Megatron-Core lays gradient buffers out for whole matrices, and its distributed optimizer of all that is no "
-        "matrix asks for a count of steps, of which lion keeps none",
+        "where gradient buffers are laid out for whole matrices, Megatron-Core's distributed optimizer of all that is "
+        "no matrix asks for a count of steps, of which lion keeps none",
         "take --muon-scalar-optimizer adam, --no-use-layer-wise-param-layout, or leave --use-distributed-optimizer "
         "away",
         lambda run: run.laid_out and run.scalar == "lion",

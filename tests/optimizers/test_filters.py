@@ -55,7 +55,7 @@ def test_orthogonalize_of_a_filter_has_its_shape(cls):
     assert found.shape == SHAPE
 
 
-def test_a_filter_that_is_not_declared_is_refused_with_what_to_declare():
+def test_an_undeclared_filter_is_refused_with_what_to_declare():
     filters_, _ = filters()
     for split in (None, WHOLE):
         filters_.logical_matrices = split

@@ -14,6 +14,7 @@ import corpus
 import pages
 import protocol
 import pytest
+import recommended
 import training
 import trials
 from megatron.training.arguments import add_megatron_arguments
@@ -21,6 +22,7 @@ from protocol import Axis
 
 from megatron_eopt.megatron.command_line import amend
 from megatron_eopt.registry import list_optimizers, takes_matrices
+from megatron_eopt.settings.presets import TO_BEGIN_WITH
 
 ROOT = Path(__file__).resolve().parent.parent
 SETTINGS = training.read_settings(training.SETTINGS.read_text())
@@ -388,3 +390,16 @@ class TestKept:
         best = min(losses, key=lambda name: losses[name].mean)
         assert len(losses.keys() - {"adam_two_rates"}) == 13
         assert f"Of thirteen optimizers **{best}** has the lowest loss, {losses[best].words}." in text
+
+
+def test_recommended_lines_end_below_adamws_best(monkeypatch):
+    monkeypatch.setattr(recommended, "train", lambda *run: pytest.fail(f"{run} is not recorded"))
+    runs = recommended.Runs(recommended.RESULTS)
+    best = recommended.best_rate(runs)
+    for name in recommended.NAMES:
+        assert runs.mean(name, best * TO_BEGIN_WITH[name].rate) < runs.mean("adamw", best)
+    page = (pages.DOCS / recommended.PAGE).read_text()
+    assert pages.between(page, "recommended").strip() == recommended.table(runs)
+    readme = (ROOT / "README.md").read_text()
+    for name in ("adamw", "muon", "soap", "kl_shampoo"):
+        assert f"{runs.mean(name, best * TO_BEGIN_WITH[name].rate):.3f} with" in readme

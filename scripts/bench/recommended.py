@@ -3,9 +3,9 @@
     python scripts/bench/recommended.py --docs
 
 The line is ``build_optimizer(model, NAME, lr=RATE)``, with the rate that is best for AdamW times what the table of
-settings to begin with says of the optimizer. Nothing else is chosen. All runs take an hour of one core; each is kept in
-``scripts/bench/results/recommended.json``, and what is there is not trained again. ``--docs`` puts the table into
-docs/compare.md.
+settings to begin with says of the optimizer. Nothing else is chosen. All runs take twenty minutes of an idle core. Each
+is kept in ``scripts/bench/results/recommended.json``, and what is there is not trained again. ``--docs`` puts the table
+into docs/compare.md.
 """
 
 import argparse

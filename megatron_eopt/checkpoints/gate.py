@@ -46,13 +46,24 @@ class _Array(numpy.ndarray[Any, Any]):
 
     def __setstate__(self, state: Any) -> None:
         _, shape, of, by_columns, data = state
-        dtype = numpy.dtype(str(of.values[0])).newbyteorder(of.state[1])
-        if dtype.kind not in "biufc":
-            raise pickle.UnpicklingError(f"it has an array of {dtype}, which are no numbers")
-        super().__setstate__((1, shape, dtype, by_columns, data))
+        super().__setstate__((1, shape, _of_numbers(of), by_columns, data))
 
     def __reduce__(self) -> Any:
         return numpy.asarray(self).__reduce__()
+
+
+def _scalar(of: _StandIn, data: bytes) -> Any:
+    """Stands for numpy's function of this name."""
+    (value,) = numpy.frombuffer(data, _of_numbers(of))
+    return value
+
+
+def _of_numbers(of: _StandIn) -> Any:
+    """The dtype that this stands for."""
+    dtype = numpy.dtype(str(of.values[0])).newbyteorder(of.state[1])
+    if dtype.kind not in "biufc":
+        raise pickle.UnpicklingError(f"it has values of numpy's {dtype}, which are no numbers")
+    return dtype
 
 
 class _Properties(metadata.TensorProperties):
@@ -64,15 +75,16 @@ class _Properties(metadata.TensorProperties):
 
 
 _OBJECTS = """
-    _io.BytesIO argparse.Namespace numpy._core.multiarray._reconstruct numpy.core.multiarray._reconstruct numpy.dtype
-    numpy.ndarray pathlib.PosixPath pathlib._local.PosixPath signal.Signals torch._C.Generator types.SimpleNamespace
+    _io.BytesIO argparse.Namespace numpy._core.multiarray._reconstruct numpy.core.multiarray._reconstruct
+    numpy._core.multiarray.scalar numpy.core.multiarray.scalar numpy.dtype numpy.ndarray pathlib.PosixPath
+    pathlib._local.PosixPath signal.Signals torch._C.Generator types.SimpleNamespace
     megatron.core.enums.ModelType megatron.core.optimizer.optimizer_config.OptimizerConfig
     megatron.core.rerun_state_machine.RerunDiagnostic megatron.core.rerun_state_machine.RerunMode
     megatron.core.rerun_state_machine.RerunState megatron.core.transformer.enums.AttnBackend
     megatron.core.transformer.enums.CudaGraphModule megatron.core.transformer.enums.CudaGraphScope
     megatron.core.transformer.enums.InferenceCudaGraphScope
 """
-_OURS = {"dtype": _StandIn, "ndarray": _Array, "_reconstruct": _Array}  # instead of numpy's
+_OURS = {"dtype": _StandIn, "ndarray": _Array, "_reconstruct": _Array, "scalar": _scalar}  # instead of numpy's
 _NOT_READ = """
     collections.OrderedDict pathlib.PosixPath pathlib._local.PosixPath torch._tensor._rebuild_from_type_v2
     torch._utils._rebuild_tensor_v2 torch.distributed.checkpoint.filesystem._StoragePrefix
@@ -98,7 +110,11 @@ _DTYPES = {str(value) for value in vars(torch).values() if isinstance(value, tor
 
 @contextmanager
 def reading(*trusted: str) -> Iterator[None]:
-    """Within, torch's reader and this module call what the short list has, and what is trusted."""
+    """Within, torch's reader and this module call what the short list has, and what is trusted.
+
+    Until then the whole process has other variables of torch and another list of safe names: torch takes these from
+    nowhere else, and it is Megatron that calls it. All is put back at the end.
+    """
     readings.append(tuple(filter(None, trusted)))
     forced = {name: os.environ.pop(name) for name in (_SAFE, _NOT_SAFE) if name in os.environ}
     registered = serialization.get_safe_globals()

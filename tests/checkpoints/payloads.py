@@ -269,6 +269,8 @@ def payloads(mark):
             dtype_of((3, "|", (numpy.dtype("u1"), (2**20,)), None, None, 8, 1, 0), "V8")
         ),
         "flags of objects": array_of(dtype_of((3, "<", None, None, None, -1, -1, 63), "i8")),
+        "a number that is an object": dumps(Call(numpy._core.multiarray.scalar, (numpy.dtype("O"), b"A" * 8))),
+        "a number of another size": dumps(Call(numpy._core.multiarray.scalar, (numpy.dtype("i8"), b"A"))),
         "a dtype of objects alone": array_of(Call(numpy.dtype, ("O8", False, True))),
         "more numbers than bytes": array_of(numpy.dtype("i8"), count=2**40),
         # archives that readers read in different ways

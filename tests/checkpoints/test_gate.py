@@ -127,6 +127,7 @@ WRITTEN = {
     "values": [signal.SIGTERM, pathlib.Path("a/b"), complex(1, -2), torch.Size([1, 2]), AttnBackend.flash],
     "tensors": [torch.randn(4, 6)[1:, ::2], torch.ones(3).to(torch.float8_e4m3fn), torch.nn.Parameter(torch.ones(2))],
     "numpy": [numpy.arange(5, dtype=numpy.uint32), numpy.ones((2, 3), order="F"), numpy.arange(3, dtype=">i4")],
+    "numbers of numpy": [numpy.float64(1.5), numpy.float32(2), numpy.int64(-3), numpy.bool_(True), numpy.complex64(1j)],
     "generators": [
         random.getstate(),
         numpy.random.get_state(),

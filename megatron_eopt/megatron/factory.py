@@ -110,7 +110,8 @@ class OptimizerOfRun:
         assigned = frozenset(each.optimizer for each in self.assigned if each.optimizer is not None)
         refuse_unsupported(replace(self.facts, assigned=assigned))
         if on(self.facts.model, "qk_clip"):
-            qk_clip.refuse_unclipped(self.model_chunks, self.groups.tp.size())
+            biases_cut = self.facts.laid_out and self.facts.leaves_scalars
+            qk_clip.refuse_unclipped(self.model_chunks, self.groups.tp.size(), biases_cut)
         assignment.refuse_other_buffers(self.assigned)
         assignment.refuse_bad_values(self.assigned)
         overrides = assignment.MegatronOverrides(self.assigned, self.config)

@@ -36,13 +36,16 @@ def attentions(model_chunks: Sequence[nn.Module]) -> Iterator[Any]:
                 yield module
 
 
-def refuse_unclipped(model_chunks: Sequence[nn.Module], tensor_parallel: int) -> None:
-    """Raise a ``ValueError`` that lists attentions which cannot be clipped."""
+def refuse_unclipped(model_chunks: Sequence[nn.Module], tensor_parallel: int, biases_cut: bool = False) -> None:
+    """Raise a ``ValueError`` that lists attentions which cannot be clipped.
+
+    ``biases_cut``: Megatron's distributed optimizer has shards of what is no matrix.
+    """
     wrong = []
     for chunk in model_chunks:
         for name, module in chunk.named_modules():
             if hasattr(module, "core_attention"):
-                reason = _reason_against(module, tensor_parallel)
+                reason = _reason_against(module, tensor_parallel, biases_cut)
                 if reason is not None:
                     wrong.append(f"{name}: {reason}")
     if wrong:
@@ -50,7 +53,7 @@ def refuse_unclipped(model_chunks: Sequence[nn.Module], tensor_parallel: int) ->
         raise ValueError("\n".join(["--qk-clip cannot work here; leave it away:", *wrong[:5]]) + more)
 
 
-def _reason_against(module: Any, tensor_parallel: int) -> str | None:
+def _reason_against(module: Any, tensor_parallel: int, biases_cut: bool) -> str | None:
     core = module.core_attention
     if not hasattr(core, MAXIMA):
         return f"{type(core).__name__} records no largest logits, as Transformer Engine's does"
@@ -61,6 +64,8 @@ def _reason_against(module: Any, tensor_parallel: int) -> str | None:
             norm = getattr(module, f"{which}_layernorm", None)
             if norm is not None and list(norm.parameters()):
                 return "queries or keys are normalized (--qk-layernorm), which undoes what scales them"
+        if biases_cut and _bias_of(module.linear_qkv) is not None:
+            return "its biases are cut by bytes, as they are not with --no-use-layer-wise-param-layout"
         groups = module.config.num_query_groups
         return f"{groups} query groups are cut over {tensor_parallel} ranks" if groups < tensor_parallel else None
     if not hasattr(module, "linear_kv_up_proj"):
@@ -115,6 +120,12 @@ def _factor_of_logits(maxima: Tensor, threshold: float) -> Tensor:
     return torch.where(above, threshold / torch.where(above, maxima, 1.0), 1.0)
 
 
+def _bias_of(linear: Any) -> Tensor | None:
+    """Its bias; where there is none, Transformer Engine has an empty tensor."""
+    bias = getattr(linear, "bias", None)
+    return None if bias is None or not len(bias) else bias
+
+
 def _of_projection(linear: Any, rows_of_head: Sequence[tuple[int, Tensor]]) -> FactorsOfRows:
     """Factors of a weight and its bias, whose rows are those of one head after another.
 
@@ -122,7 +133,7 @@ def _of_projection(linear: Any, rows_of_head: Sequence[tuple[int, Tensor]]) -> F
     """
     expanded = [factor[:, None].expand(-1, rows) for rows, factor in rows_of_head]
     factors = torch.cat(expanded, 1).flatten()
-    bias = getattr(linear, "bias", None)
+    bias = _bias_of(linear)
     return {linear.weight: factors} if bias is None else {linear.weight: factors, bias: factors}
 
 
@@ -140,7 +151,7 @@ def scale(factors: FactorsOfRows, optimizers: Sequence[Any], dealt: bool) -> Non
     for optimizer in optimizers:
         for each in optimizer_parameters(optimizer):
             if each.model in factors:
-                assert each.main is not None  # our optimizers get whole parameters only
+                assert each.main is not None  # of matrices, and of biases where refuse_unclipped lets them be
                 mains[each.model] = each.main
                 updated.setdefault(each.optimizer, []).append(each.model)
     for optimizer, parameters in updated.items():

@@ -14,6 +14,7 @@ from tests.megatron.runs import (
     EXACT,
     EXPERTS,
     FILES,
+    LAID_OUT,
     MLA,
     MUON,
     PP2,
@@ -137,10 +138,11 @@ def test_another_optimizer_keeps_megatrons_own():
 
 
 @pytest.mark.parametrize("logits", [[-5.0, -1.0], [0.0, -2.0]])
-def test_negative_logits_are_small_enough(logits):
+@pytest.mark.parametrize("bias", [None, torch.empty(0)], ids=["no bias", "Transformer Engine's"])
+def test_negative_logits_are_small_enough(logits, bias):
     """Also beside a head that is clipped."""
     config = SimpleNamespace(num_attention_heads=3, num_query_groups=3, kv_channels=1)
-    linear = SimpleNamespace(weight=nn.Parameter(torch.ones(9, 3)), bias=None)
+    linear = SimpleNamespace(weight=nn.Parameter(torch.ones(9, 3)), bias=bias)
     module = SimpleNamespace(config=config, num_query_groups_per_partition=3, linear_qkv=linear)
     (factors,) = factors_of_rows(module, torch.tensor([*logits, 200.0]), 100.0, 0.5).values()
     half = 0.5**0.5
@@ -153,6 +155,7 @@ def test_negative_logits_are_small_enough(logits):
         ([*MUON, "--qk-layernorm"], r"queries or keys are normalized \(--qk-layernorm\)"),
         ([*MUON, *TP2, "--num-query-groups", 1], "1 query groups are cut over 2 ranks"),
         ([*MUON, "--use-torch-fsdp2"], "its weights are shards of an FSDP"),
+        ([*MUON, *SHARED, "--add-qkv-bias"], "its biases are cut by bytes, .*--no-use-layer-wise-param-layout"),
         (
             [*MUON, "--qk-clip-threshold", -1],
             "a threshold above 0, got --qk-clip-alpha 0.3 and --qk-clip-threshold -1.0",
@@ -160,5 +163,6 @@ def test_negative_logits_are_small_enough(logits):
     ],
 )
 def test_what_could_not_be_clipped_is_refused_at_start(flags, message):
-    ranks = 2 if "--use-torch-fsdp2" in flags or TP2[0] in flags else 1
-    assert re.search(message, said := refused(*RUN, *CLIP, *flags, "--train-iters", 1, ranks=ranks)), said[-3000:]
+    ranks = 2 if {"--use-torch-fsdp2", *SHARED, TP2[0]} & {*flags} else 1
+    said = refused(*RUN, *CLIP, *flags, "--train-iters", 1, ranks=ranks, **LAID_OUT)
+    assert re.search(message, said), said[-3000:]

@@ -171,7 +171,8 @@ def active(
             if p.grad is not None:
                 kinds.setdefault((p.nbytes, p.dtype, kind(p)), []).append(p)
         for (nbytes, *_), equal in kinds.items():
-            for parameters in batched(equal, max(1, most // max(1, nbytes))):
+            # batched() takes memory for as many as it is told
+            for parameters in batched(equal, max(1, min(len(equal), most // max(1, nbytes)))):
                 yield group, parameters
 
 

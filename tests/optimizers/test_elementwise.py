@@ -3,6 +3,7 @@
 import copy
 import importlib
 import math
+import tracemalloc
 
 import emerging_optimizers.scalar_optimizers as oracle
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from megatron_eopt import AdEMAMix, Lion, ScheduleFreeAdamW, Signum
 from tests.distributed.ranks import run_ranks
+from tests.optimizers.on_gpu import masking
 from tests.optimizers.several import SHAPES, UNEVEN, gradients_of, parameters, run, set_gradients, stepped_in_shards
 
 METHODS = ["decoupled", "independent", "palm", "l2"]
@@ -213,6 +215,17 @@ def test_betas_that_a_group_of_signum_brings_from_another_optimizer_are_not_read
     for own, group in ((params, {}), (others, {"betas": (0.1, 0.2)})):
         run(Signum([{"params": own, **group}], momentum=0.9), own, range(3))
     assert all(torch.equal(*pair) for pair in zip(params, others, strict=True))
+
+
+def test_a_flagged_step_of_scalars_takes_no_host_memory():
+    params = parameters([(), ()])
+    optimizer = masking(Lion(params))
+    run(optimizer, params, [0])
+    tracemalloc.start()
+    run(optimizer, params, [1])
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2**22
 
 
 BUILT = {

@@ -38,9 +38,10 @@ class ScheduleFreeAdamW(ElementwiseOptimizer):
     ``y = (1 - beta1) z + beta1 x``. **The parameter is at y while training, and at x between** :meth:`eval_params`
     **and** :meth:`train_params`; :attr:`live` says which.
 
-    In step ``k`` with gradient ``g`` and ``l = lr * min(1, k / warmup_steps)``:
+    In step ``k`` of the optimizer, ``t`` of the parameter, with gradient ``g`` and ``l = lr * min(1, k /
+    warmup_steps)``:
 
-    1. ``v <- beta2 v + (1 - beta2) g^2``, ``u = g / (sqrt(v / (1 - beta2^k)) + eps)``;
+    1. ``v <- beta2 v + (1 - beta2) g^2``, ``u = g / (sqrt(v / (1 - beta2^t)) + eps)``;
     2. ``z``, decay and the weight ``w`` of the step:
 
        - ``kempnerforge``: ``z <- (1 - l weight_decay) (z - l u)``, ``w = l`` (times ``1 - beta1``, which cancels);
@@ -49,9 +50,9 @@ class ScheduleFreeAdamW(ElementwiseOptimizer):
     3. ``x <- x + (z - x) w / sum(w)``; ``y`` follows.
 
     ``z`` and ``v`` are kept in fp32 (fp64 for fp64 parameters), and ``x`` too where ``y`` is rounded (parameters of 16
-    bits) or ``beta1`` is below 0.5. ``k`` counts the steps of the optimizer, also for a parameter that joins late.
-    ``sum(w)`` is over the steps that the parameter took (the authors' package counts all steps of its group). All is
-    elementwise: parameters of any shape, shards and DTensors. Betas stay as they are once steps were made.
+    bits) or ``beta1`` is below 0.5. A parameter that joins late does not begin the warm-up anew, but ``t`` and
+    ``sum(w)`` are of the steps that it took (the authors' package counts all steps of its group). All is elementwise:
+    parameters of any shape, shards and DTensors. Betas stay as they are once steps were made.
 
     A state dict is of the mode in which it is taken, and goes with parameters saved at the same time: in evaluation it
     holds ``y`` as well, and :meth:`train_params` after a load goes on bit for bit.
@@ -285,11 +286,11 @@ class ScheduleFreeAdamW(ElementwiseOptimizer):
         z = batch.state(Z)
         x = batch.state(X)
         v = batch.state(EXP_AVG_SQ)
-        rates, shares = advanced(batch)
+        numbers, rates, shares = advanced(batch)
 
         g = foreach.where_each(ok, batch.gradients(like=v), 0.0)
         foreach.follow_squares(v, g, beta2, ok)
-        roots = list(torch._foreach_div(v, 1 - beta2 ** group[COUNT]))
+        roots = foreach.divided_each(v, 1 - beta2**numbers, ok)
         torch._foreach_sqrt_(roots)
         torch._foreach_add_(roots, group["eps"])
         steps = list(torch._foreach_div(g, roots))
@@ -311,8 +312,8 @@ class ScheduleFreeAdamW(ElementwiseOptimizer):
             torch._foreach_sub_(y, foreach.multiplied_each(steps, 1 - beta1 * (1 - shares), ok))
 
 
-def advanced(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Advance schedules; returns rates, and shares of ``z`` in ``x``."""
+def advanced(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """Advance schedules; returns each parameter's number of the step, rate, and share of ``z`` in ``x``."""
     group = batch.group
     count = group[COUNT]
     warmup = group["warmup_steps"]
@@ -326,9 +327,10 @@ def advanced(batch: Batch) -> tuple[Tensor, Tensor]:
         weights = count ** group["r"] * largest ** group["weight_lr_power"]
     total = total + weights
     shares = torch.where(total > 0, weights / total, 0.0) * is_made  # rates may all have been zero
-    new = torch.stack([made + 1, total, largest], dim=1)
+    number = made + 1
+    new = torch.stack([number, total, largest], dim=1)
     torch._foreach_copy_(kept, foreach.where_each(batch.ok, new.unbind(), kept))
-    return rates, shares
+    return number, rates, shares
 
 
 def approach(points: list[Tensor], ends: list[Tensor], shares: Tensor, ok: Flag) -> None:

@@ -90,20 +90,30 @@ def scale_each(tensors: Tensors, factors: Tensors) -> None:
 
 
 def multiplied_each(tensors: Tensors, factors: Tensor, ok: Flag) -> list[Tensor]:
-    """Each tensor times an entry; all are fp32, or fp64.
+    """Each tensor times an entry: see :func:`_with_each`."""
+    return _with_each(torch._foreach_mul, tensors, factors, ok)
+
+
+def divided_each(tensors: Tensors, divisors: Tensor, ok: Flag) -> list[Tensor]:
+    """Each tensor over an entry: see :func:`_with_each`."""
+    return _with_each(torch._foreach_div, tensors, divisors, ok)
+
+
+def _with_each(operation: Callable[..., Sequence[Tensor]], tensors: Tensors, numbers: Tensor, ok: Flag) -> list[Tensor]:
+    """Each tensor and an entry; all are fp32, or fp64.
 
     With a flag, on a GPU, in few launches at the price of copies.
     """
-    of_each = factors.to(tensors[0].dtype).unbind()
+    of_each = numbers.to(tensors[0].dtype).unbind()
     if ok is None:
-        return list(torch._foreach_mul(list(tensors), list(of_each)))
-    products = list(tensors)
+        return list(operation(list(tensors), list(of_each)))
+    results = list(tensors)
     for equal in alike(tensors):
         stack = stacked(tensors, equal)
-        factor = stacked(of_each, equal).view(-1, *[1] * (stack.ndim - 1))
-        for i, x in zip(equal, (stack * factor).unbind(), strict=True):
-            products[i] = x
-    return products
+        number = stacked(of_each, equal).view(-1, *[1] * (stack.ndim - 1))
+        for i, x in zip(equal, operation([stack], [number])[0].unbind(), strict=True):
+            results[i] = x
+    return results
 
 
 def follow_squares(squares: Tensors, gradients: Tensors, beta: float, ok: Flag) -> None:

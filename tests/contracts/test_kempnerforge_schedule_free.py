@@ -1,4 +1,4 @@
-"""KempnerForge's ScheduleFreeAdamW, as its users call it: its steps, its one count of them, and its checkpoints."""
+"""KempnerForge's ScheduleFreeAdamW, as its users call it: its steps, its one warm-up, and its checkpoints."""
 
 import copy
 import pickle
@@ -24,7 +24,7 @@ def set_gradients(params, step, late=0):
 
 
 class Original:
-    """What the original does, in fp32, and the state dict that it writes."""
+    """What the original does, in fp32, but for a correction of ``v`` by the steps that a parameter took."""
 
     def __init__(self, params, lr=0.025, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, warmup_steps=0):
         self.params, self.k, self.warmup_steps, self.state = params, 0, warmup_steps, {}
@@ -38,9 +38,12 @@ class Original:
         for i, p in enumerate(self.params):
             if p.grad is None:
                 continue
-            s = self.state.setdefault(i, {"z": p.clone(), "v": torch.zeros_like(p), "x": p.clone(), "weight_sum": 0.0})
+            s = self.state.setdefault(
+                i, {"z": p.clone(), "v": torch.zeros_like(p), "x": p.clone(), "weight_sum": 0.0, "t": 0}
+            )
+            s["t"] += 1
             s["v"] = b2 * s["v"] + (1 - b2) * p.grad**2
-            s["z"] = (s["z"] - lr * p.grad / ((s["v"] / (1 - b2**self.k)).sqrt() + eps)) * (1 - lr * wd)
+            s["z"] = (s["z"] - lr * p.grad / ((s["v"] / (1 - b2 ** s["t"])).sqrt() + eps)) * (1 - lr * wd)
             s["weight_sum"] += lr * (1 - b1)
             s["x"] = s["x"] + lr * (1 - b1) / s["weight_sum"] * (s["z"] - s["x"])
             p.copy_((1 - b1) * s["z"] + b1 * s["x"])
@@ -74,7 +77,7 @@ def assert_close(params, others):
 
 @pytest.mark.parametrize("settings", [{}, SETTINGS, {**SETTINGS, "betas": (0.3, 0.9)}], ids=["defaults", "all", "b1"])
 @pytest.mark.parametrize("late", [0, 9])
-def test_a_parameter_that_joins_late_does_not_begin_warmup_and_correction_anew(settings, late):
+def test_a_parameter_that_joins_late_does_not_begin_the_warmup_anew(settings, late):
     params, originals = parameters(), parameters()
     optimizer, original = ScheduleFreeAdamW(params, **settings), Original(originals, **settings)
     for step in range(14):

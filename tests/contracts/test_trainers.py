@@ -62,6 +62,26 @@ def test_accelerates_fsdp2_trains_every_parameter_as_one_process_does():
                     assert (weights[key] - wanted).abs().max() < 0.01 * moved, (name, key)
 
 
+@pytest.mark.parametrize("name", SOME)
+def test_accelerates_saved_state_goes_on_bit_for_bit(name, tmp_path):
+    from accelerate import Accelerator
+
+    def prepared():
+        torch.manual_seed(0)
+        model = Model()
+        accelerator = Accelerator(cpu=True)
+        return accelerator, *accelerator.prepare(model, build_optimizer(model, name, lr=1e-2))
+
+    accelerator, model, optimizer = prepared()
+    train(model, optimizer, range(2))
+    accelerator.save_state(tmp_path)
+    straight = train(model, optimizer, range(2, 4))
+    accelerator, other, optimizer = prepared()
+    accelerator.load_state(tmp_path)
+    assert train(other, optimizer, range(2, 4)) == straight
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+
+
 class Data(torch.utils.data.Dataset):
     def __len__(self):
         return 64

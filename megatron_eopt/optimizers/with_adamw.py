@@ -252,9 +252,7 @@ class WithAdamW(ReportingOptimizer):
             with torch.enable_grad():
                 loss = closure()
         self._sort_state()
-        groups = self._adam_groups  # AdamW would refuse them when the matrices have made their step
-        for group in groups:
-            check_values(self._of_adamw, OF_ADAMW, group)
+        groups = self._adam_groups
         check_gradients(self._of_adamw, parameters_in(groups), groups, False)
         session = self.matrices._session
         session.after_step = self._step_adamw
@@ -328,24 +326,32 @@ class WithAdamW(ReportingOptimizer):
             )
         of_matrices, of_adamw = _by_optimizer({**state_dict, "state": apart(state_dict["state"])})
         check_writer(type(self.matrices), of_matrices)
+        of_adamw["param_groups"] = self._adam_groups_to_load(of_adamw["param_groups"])
         self._check_adamw(of_adamw)
         self.matrices.load_state_dict(of_matrices)
         if self.adamw is not None:
             self.adamw.load_state_dict(of_adamw)
         hook_loaded(self)
 
-    def _check_adamw(self, of_adamw: Mapping[str, Any]) -> None:
-        """Refuse groups and state that AdamW could not go on from."""
+    def _adam_groups_to_load(self, saved: Sequence[Group]) -> list[Group]:
+        """AdamW's saved groups, with the present settings where they lack one."""
         groups = self._adam_groups
         own = [len(group["params"]) for group in groups]
-        saved = [len(group["params"]) for group in of_adamw["param_groups"]]
-        if own != saved:
+        of_state = [len(group["params"]) for group in saved]
+        if own != of_state:
             raise ValueError(
-                f"{self._called} has AdamW inside with groups of {own} parameters, but the state has {saved}: build "
+                f"{self._called} has AdamW inside with groups of {own} parameters, but the state has {of_state}: build "
                 "the optimizer for the model as it was. Where another optimizer wrote the state, such as AdamW for all "
                 "parameters, load the weights alone, and begin with fresh state; optimizer.matrices.load_state_dict "
                 "takes a state of the matrices alone"
             )
+        if self.adamw is None:
+            return []
+        needed = (*self.adamw.defaults, ADAM_LR_AT)
+        return [{key: group[key] for key in needed} | each for group, each in zip(groups, saved, strict=True)]
+
+    def _check_adamw(self, of_adamw: Mapping[str, Any]) -> None:
+        """Refuse groups and state that AdamW could not go on from."""
         for group in of_adamw["param_groups"]:
             check_values(self._of_adamw, OF_ADAMW, group)
         parameters = parameters_in(self.param_groups)
@@ -353,7 +359,7 @@ class WithAdamW(ReportingOptimizer):
         described: dict[Tensor, list[StateTensor]] = {}
         loaded = []
         lacking = []
-        for group, of_group in zip(groups, of_adamw["param_groups"], strict=True):
+        for group, of_group in zip(self._adam_groups, of_adamw["param_groups"], strict=True):
             for parameter, index in zip(group["params"], of_group["params"], strict=True):
                 described[parameter] = state_tensors(of_group)
                 if index in of_adamw["state"]:

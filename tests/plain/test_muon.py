@@ -278,18 +278,41 @@ def test_an_orthogonalize_of_ones_own_gets_the_momentum_of_one_step():
     ("key", "value"),
     [("adam_lr", -1.0), ("adam_lr", torch.nan), ("lr", None), ("betas", (1.0, 0.9)), ("eps", 0), ("weight_decay", -1)],
 )
-def test_a_setting_that_adamw_cannot_have_is_refused_in_a_step_and_a_load_before_anything_changes(key, value):
+def test_a_load_refuses_what_adamw_cannot_have_and_changes_nothing(key, value):
     params = parameters((4, 4), (3,))
     optimizer = Muon(params[:1], params[1:])
     run(optimizer, params, gradients(params, 1))
-    before, state = values(params), copy.deepcopy(optimizer.state_dict())
+    before = copy.deepcopy(optimizer.state_dict())
+    state = copy.deepcopy(before)
     state["param_groups"][1][key] = value
     with pytest.raises((TypeError, ValueError), match=f"AdamW in Muon: {key} must "):
         optimizer.load_state_dict(state)
-    optimizer.param_groups[1][key] = value
-    with pytest.raises((TypeError, ValueError), match=f"AdamW in Muon: {key} must "):
-        run(optimizer, params, gradients(params, 1))
-    assert all(map(torch.equal, params, before))
+    assert optimizer.param_groups[1][key] == before["param_groups"][1][key]
+
+
+def test_a_negative_rate_of_adamw_ascends_as_in_torch():
+    params = parameters((4, 4), (3,))
+    own, alone = params[1], copy.deepcopy(params[1])
+    optimizer, adamw = Muon(params[:1], [own]), torch.optim.AdamW([alone], betas=(0.9, 0.95))
+    optimizer.param_groups[1]["lr"] = adamw.param_groups[0]["lr"] = -0.1
+    (of_step,) = gradients(params, 1)
+    run(optimizer, params, [of_step])
+    alone.grad = own.grad.clone()
+    adamw.step()
+    torch.testing.assert_close(own, alone)
+
+
+@pytest.mark.parametrize("key", ["lr", "betas", "amsgrad", "adam_lr_at"])
+def test_a_setting_that_a_state_lacks_is_adamws_present_one(key):
+    params = parameters((4, 4), (3,))
+    optimizer = Muon(params[:1], params[1:], adam_lr=0.3)
+    run(optimizer, params, gradients(params, 1))
+    state = copy.deepcopy(optimizer.state_dict())
+    present = state["param_groups"][1].pop(key)
+    optimizer.load_state_dict(state)
+    assert optimizer.param_groups[1][key] == present
+    assert key not in state["param_groups"][1]
+    run(optimizer, params, gradients(params, 1))
 
 
 def test_a_second_moment_is_refused_and_in_a_group_warned_of(caplog):

@@ -108,7 +108,7 @@ def test_names_of_all_ranks_are_those_of_each(ranks):
         assert {index for index in range(45) if have_common({key: [index]}, names)} == there
 
 
-NOW = {"params": [1], "lr": 0.0, "weight_decay": 0.1, "max_lr": 1e-2, "min_lr": 0.0, "betas": (0.9, 0.95), "rung": "b"}
+NOW = {"params": [1], "lr": 0.0, "weight_decay": 0.2, "max_lr": 1e-2, "min_lr": 0.0, "betas": (0.9, 0.95), "rung": "b"}
 THEN = {"lr": 3e-3, "weight_decay": 0.2, "max_lr": 1e-2, "min_lr": 0.0, "betas": [0.9, 0.95], "rung": "a"}
 
 
@@ -134,7 +134,12 @@ LOADED = THEN | {"params": [1], "betas": (0.9, 0.95)}
         # what the user changed counts and is named
         ({"betas": (0.9, 0.99)}, [{}], LOADED | {"betas": (0.9, 0.99)}, {"betas": ([0.9, 0.95], (0.9, 0.99))}),
         # a changed schedule does not go on where the old one stood
-        ({"max_lr": 5e-3}, [{}], LOADED | {"max_lr": 5e-3, "lr": 0.0, "weight_decay": 0.1}, {"max_lr": (1e-2, 5e-3)}),
+        ({"max_lr": 5e-3}, [{}], LOADED | {"max_lr": 5e-3, "lr": 0.0}, {"max_lr": (1e-2, 5e-3)}),
+        # a weight decay that stays is a setting
+        ({"weight_decay": 0.3}, [{}], LOADED | {"weight_decay": 0.3}, {"weight_decay": (0.2, 0.3)}),
+        # where groups of other values are now one
+        ({}, [{"weight_decay": 0.2}, {"weight_decay": 0.4}], LOADED, {"weight_decay": (0.4, 0.2)}),
+        ({}, [{"lr": 1e-3}, {"lr": 2e-3}], LOADED | {"lr": 0.0}, {"lr": ([1e-3, 2e-3], 0.0)}),
         # a count of steps is no setting that the user has changed
         ({}, [{"step": 7}, {"step": 7}], LOADED | {"step": 7}, {}),
         ({"step": 1}, [{"step": 7}], LOADED | {"step": 7}, {}),
@@ -155,9 +160,15 @@ def test_the_settings_with_which_a_group_goes_on(now, then, expected, changed):
 
 
 def test_the_schedule_of_the_checkpoint_and_counts_that_differ():
-    now = NOW | {"max_lr": 5e-3, "end_wd": 0.3}
+    now = NOW | {"max_lr": 5e-3, "end_wd": 0.3, "weight_decay": 0.3}
     then = THEN | {"wd_mult": 0.0}
     assert settings_after_load(now, [then], {"rung"}, from_checkpoint=True) == (LOADED | {"wd_mult": 0.0}, {})
+    several = [then, then | {"max_lr": 2e-2}]
+    settings, changed = settings_after_load(now, several, {"rung"}, from_checkpoint=True)
+    assert (settings["max_lr"], settings["lr"]) == (5e-3, 0.0)
+    assert changed["max_lr"] == (1e-2, 5e-3)
+    grown = NOW | {"weight_decay": 0.1}
+    assert settings_after_load(grown, [THEN], {"rung"}, decay_grows=True) == (LOADED, {})
     with pytest.raises(ValueError, match=r"different 'step': \[7, 8\]; keep the groups of the run that saved"):
         settings_after_load(NOW, [THEN | {"step": step} for step in (7, 8)], frozenset())
 

@@ -21,8 +21,6 @@ from megatron_eopt.settings.groups import differs
 from megatron_eopt.step.base import BaseOptimizer
 from megatron_eopt.step.state import settings_in
 
-# Where the schedule stands: Megatron's scheduler computes them anew after a load, a loop without one goes on from them.
-_SCHEDULED = frozenset({"lr", "weight_decay"})
 _SCHEDULE = frozenset({"max_lr", "min_lr", "start_wd", "end_wd", "wd_mult", "lr_mult"})  # what it starts from
 _STRUCTURE = frozenset({"is_expert_parallel", "default_config"})  # of the layout, and of how Megatron logs
 
@@ -87,10 +85,11 @@ def groups_after_load(optimizer: Optimizer, saved: Sequence[Sequence[Settings]])
     """
     carried = optimizer.persistent_group_keys if isinstance(optimizer, BaseOptimizer) else frozenset()
     from_checkpoint = on(training_args(), FROM_CHECKPOINT)
+    grows = getattr(training_args(), "weight_decay_incr_style", "constant") != "constant"
     groups = []
     numbers: dict[str, list[str]] = {}  # of groups, by what changed in them
     for number, (group, of_group) in enumerate(zip(optimizer.state_dict()["param_groups"], saved, strict=True)):
-        settings, changed = settings_after_load(group, of_group, carried, from_checkpoint)
+        settings, changed = settings_after_load(group, of_group, carried, from_checkpoint, grows)
         groups.append(settings)
         if changed:
             numbers.setdefault(listed_changes(changed), []).append(str(number))
@@ -101,13 +100,18 @@ def groups_after_load(optimizer: Optimizer, saved: Sequence[Sequence[Settings]])
 
 
 def settings_after_load(
-    current: Settings, saved: Sequence[Settings], carried: Set[str], from_checkpoint: bool = False
+    current: Settings,
+    saved: Sequence[Settings],
+    carried: Set[str],
+    from_checkpoint: bool = False,
+    decay_grows: bool = False,
 ) -> tuple[Settings, Changes]:
     """A group's settings, and changes.
 
     ``saved`` are the checkpoint's groups that have its parameters. A group goes on without an ``optimizer`` that this
-    run does not name. ``from_checkpoint`` takes the schedule of the checkpoint. A ValueError refuses saved groups that
-    differ in what is ``carried`` over, which the optimizer computes.
+    run does not name. Where the schedule stands, the rate and a weight decay that grows, is the checkpoint's if the
+    schedule is the same and saved groups agree. ``from_checkpoint`` takes the schedule of the checkpoint. A ValueError
+    refuses saved groups that differ in what is ``carried`` over, which the optimizer computes.
     """
     settings = dict(current)
     changed: Changes = {}
@@ -117,7 +121,10 @@ def settings_after_load(
     for group in saved:
         for key, value in group.items():
             then[key].append(value)
+    # Megatron's scheduler computes them anew after a load, a loop without one goes on from them
+    position = {"lr", "weight_decay"} if from_checkpoint or decay_grows else {"lr"}
     for key, values in sorted(then.items()):
+        others = [value for value in values if differs(settings.get(key), value)]
         is_gone = key not in current
         if key in carried or key == "step" or (is_gone and key not in _SCHEDULE | {"optimizer"}):
             if any(value != values[0] for value in values):
@@ -128,18 +135,22 @@ def settings_after_load(
             settings[key] = values[0]
         elif is_gone and key == "optimizer":
             changed[key] = (values[0], "the optimizer's own")
-        elif is_gone or key in _SCHEDULED | _STRUCTURE:
+        elif is_gone or key in position | _STRUCTURE:
             continue
-        elif any(differs(settings[key], value) for value in values):
-            changed[key] = (values[0], settings[key])
-    if from_checkpoint and _SCHEDULE & saved[0].keys():
+        elif others:
+            changed[key] = (others[0], settings[key])
+    schedule, *more = [{key: group[key] for key in _SCHEDULE & group.keys()} for group in saved]
+    if from_checkpoint and schedule and all(each == schedule for each in more):
         for key in _SCHEDULE:  # also what only one of the two has
             settings.pop(key, None)
             changed.pop(key, None)
-        settings |= {key: saved[0][key] for key in _SCHEDULE & saved[0].keys()}
+        settings |= schedule
     if not _SCHEDULE & changed.keys():
-        for key in _SCHEDULED & saved[0].keys():
-            settings[key] = saved[0][key]
+        for key in position & then.keys():
+            if any(differs(then[key][0], value) for value in then[key]):
+                changed[key] = (then[key], settings[key])
+            else:
+                settings[key] = then[key][0]
     return settings, changed
 
 

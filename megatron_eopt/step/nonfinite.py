@@ -3,8 +3,9 @@
 A value that is not finite would stay in the momentum for ever, and so would the square of one that is too large. So the
 whole step is skipped, of all parameters and on all ranks that share some, and counted; several in a row are an error. A
 CPU knows before anything is changed. On a GPU nothing waits: one flag goes through the step, which changes no tensor
-where it is false, and the host reads it two steps later. If an update by a user's function is not finite, all of the
-step count as zero; momenta have followed their gradients before.
+where it is false, and the host reads it two steps later; what the host counts, such as steps until a refresh of factors
+or of a warm-up, counts that step. If an update by a user's function is not finite, all of the step count as zero;
+momenta have followed their gradients before.
 """
 
 import logging

@@ -1,1 +1,1 @@
-"""Preconditioners: factors of the rows and of the columns of matrices, their bases, and what they make of updates."""
+"""Factors of matrices: those of rows and columns that precondition updates, with their bases, and low-rank ones."""

@@ -263,7 +263,7 @@ class DistributedMuon(StackedOptimizer):
         self.init_state()
         return super().prepare()
 
-    def _divided(self, members: Sequence[Member]) -> list[list[list[Member]]]:
+    def _in_chunks(self, members: Sequence[Member]) -> list[list[list[Member]]]:
         """One matrix of each rank at a time, the largest first."""
         of_ranks: dict[int, list[Member]] = {}
         for member in sorted(members, key=lambda member: -member.parameter.numel()):

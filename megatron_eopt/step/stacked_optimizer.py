@@ -196,10 +196,10 @@ class StackedOptimizer(BaseOptimizer):
             for key, load in loads.items()
         )
 
-    def _divided(self, members: Sequence[Member]) -> list[list[list[Member]]]:
+    def _in_chunks(self, members: Sequence[Member]) -> list[list[list[Member]]]:
         """Matrices by chunks of bounded size, listed by what goes together."""
         together = grouped(members, lambda member: self._together(member.parameter))
-        divided = []
+        listed = []
         for _, some in sorted(together.items()):
             chunks: list[list[Member]] = [[]]
             loads = Loads()
@@ -213,8 +213,8 @@ class StackedOptimizer(BaseOptimizer):
                         loads.clear()
                     loads += of_unit
                     chunks[-1] += unit
-            divided.append(chunks)
-        return divided
+            listed.append(chunks)
+        return listed
 
     def _members(self, steps: Iterable[int], first: Set[int]) -> list[Member]:
         """The matrices of parameters that step; of those in ``first`` factors are to be made."""
@@ -249,8 +249,8 @@ class StackedOptimizer(BaseOptimizer):
 
     def _make_chunks(self, steps: Iterable[int], first: Set[int]) -> list[list[Chunk[Stack]]]:
         modifiers = self._session.settled.modifiers
-        divided = self._divided(self._members(steps, first))
-        return [[Chunk(self, self.engine, members, modifiers, Stack) for members in together] for together in divided]
+        listed = self._in_chunks(self._members(steps, first))
+        return [[Chunk(self, self.engine, members, modifiers, Stack) for members in together] for together in listed]
 
     def _take(self, ok: Flag) -> None:
         steps = self._steps_of(ok)

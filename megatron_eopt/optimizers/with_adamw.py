@@ -143,6 +143,7 @@ class WithAdamW(ReportingOptimizer):
 
     _matrices: BaseOptimizer
     adamw: AdamW | None
+    _rates_set: list[float] | None = None  # AdamW's of the last step
 
     def __init__(self, matrices: BaseOptimizer, adam_params: ParamsT, adam_settings: Mapping[str, Any]) -> None:
         self._matrices = matrices
@@ -225,16 +226,18 @@ class WithAdamW(ReportingOptimizer):
             raise ValueError("some parameters appear in more than one parameter group: they are AdamW's already")
 
     def _set_rates(self) -> None:
-        """Take one rate of all groups for that of the matrices."""
+        """Take one rate that all groups were given for that of the matrices."""
         groups = self.param_groups
-        lr, first = groups[0]["lr"], groups[0].get("initial_lr")
         if any(isinstance(group["lr"], Tensor) and group["lr"].is_cuda for group in groups):
             return  # to compare them would wait for the device
-        if any(group["lr"] != lr or group.get("initial_lr") != first for group in groups):
-            return
-        for group in self._adam_groups:
-            if group[ADAM_LR_AT] > 0:
-                group["lr"] = group[ADAM_LR] * (lr / group[ADAM_LR_AT])
+        if [float(group["lr"]) for group in self._adam_groups] == self._rates_set:
+            return  # the matrices alone may have been given another one
+        lr, first = groups[0]["lr"], groups[0].get("initial_lr")
+        if all(group["lr"] == lr and group.get("initial_lr") == first for group in groups):
+            for group in self._adam_groups:
+                if group[ADAM_LR_AT] > 0:
+                    group["lr"] = group[ADAM_LR] * (lr / group[ADAM_LR_AT])
+        self._rates_set = [float(group["lr"]) for group in self._adam_groups]
 
     # The step.
 

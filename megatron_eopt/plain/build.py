@@ -30,7 +30,9 @@ from megatron_eopt.registry import get_optimizer_builder, register_optimizer
 from megatron_eopt.routing.checks import FAR
 from megatron_eopt.screen import counted, listed
 from megatron_eopt.settings.execution import gathered
+from megatron_eopt.settings.of_class import check_values
 from megatron_eopt.settings.presets import RECOMMENDED, TO_BEGIN_WITH, presets_of
+from megatron_eopt.settings.records import RECORDS
 from megatron_eopt.step.adamw import AdamW
 from megatron_eopt.step.ownership import KIND, ownership
 from megatron_eopt.step.parameters import FLATTENED, FSDP1_MESSAGE, NAME, parameters_in, warn_of_fp16
@@ -90,6 +92,8 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig | Any, **fields: A
         ValueError: for an unknown name, a field that the optimizer has no use of, FSDP1, what the optimizer refuses,
             and a builder that leaves out parameters.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"build_optimizer takes the model, whose layers say what parameters are, got {type(model)}")
     if isinstance(config, str):
         preset = {"preset": RECOMMENDED} if config in OWN else {}
         config = config_of({"name": config, **preset, **fields}, config)
@@ -110,6 +114,8 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig | Any, **fields: A
             name = name.removeprefix("module.")
         named.append((name, parameter))
     trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+    if not trained:
+        raise ValueError(f"{optimizer_name}: no parameter of the model is trained: all {len(named)} are frozen")
     for name, parameter in trained:
         if getattr(parameter, FLATTENED, False):
             raise ValueError(f"{name} {FSDP1_MESSAGE}")
@@ -117,6 +123,14 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig | Any, **fields: A
     kinds.mark_no_linear_maps(model)
     tag_declared(trained)
     kinds.declare_layers(model)
+    last = kinds.taken_for_hidden(model) if optimizer_name in BESIDE_ADAMW else None
+    if last:
+        _log(
+            f"no output layer is known by its name, so that {last}, the last linear map, is a hidden matrix of "
+            f"{optimizer_name}: if it makes the output, set {kinds.MARK} = True on its weight before you build; False "
+            "says that it does not",
+            logging.WARNING,
+        )
     warn_of_unmatched([name for name, _ in named])
     decayed = []
     others = []
@@ -171,6 +185,8 @@ def _filled(config: OptimizerConfig) -> OptimizerConfig:
     """The config with what it leaves to us: rates of matrices and of AdamW, and ``eps``."""
     lr = config.lr
     adam_lr = config.muon_adam_lr
+    check_values(config.name, RECORDS, {"lr": ADAM_LR if lr is None else lr})
+    check_values(f"{config.name}: muon_adam_lr", RECORDS, {"lr": ADAM_LR if adam_lr is None else adam_lr})
     if config.preset is not None:
         check_choice(f"preset of {config.name}", config.preset, presets_of(config.name))
         ratio = TO_BEGIN_WITH[config.name].rate

@@ -39,6 +39,7 @@ OUTPUT_LAYERS = {
 
 OUTPUT_GETTERS = ("get_output_embeddings", "get_classifier")  # by which models of transformers and timm say it
 
+OUTPUTS = "output layers"
 VECTORS = "vectors and scalars"
 MARK = "is_embedding_or_output_parameter"  # attribute of a parameter, True or False; Megatron sets it, too
 MARKED_AS = "marked_as"  # attribute of what is marked here
@@ -68,16 +69,28 @@ def mark_other_than_hidden(model: nn.Module) -> None:
     for name, module in model.named_modules():
         *path, last = name.split(".")
         outputs = _said_outputs(module)
-        if last in OUTPUT_LAYERS and not any(part.isdigit() for part in path):
+        is_output = last in OUTPUT_LAYERS or (last == "decoder" and isinstance(module, nn.Linear))
+        if is_output and not any(part.isdigit() for part in path):
             outputs.append(module)
         for layer in outputs:
-            _mark(_output_weights(layer), "output layers")
+            _mark(_output_weights(layer), OUTPUTS)
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
             _mark(module.parameters(), "embeddings")  # several where it is parametrized
         if isinstance(module, _ConvNd) and module.groups == 1:
             if first or min(module.in_channels, module.out_channels) <= FEW_CHANNELS:
                 _mark(module.parameters(), "first or last convolutions")
             first = False
+
+
+def taken_for_hidden(model: nn.Module) -> str | None:
+    """The last linear map, where none is known as an output layer, and nobody has said what it is."""
+    marked = [p for p in model.parameters() if hasattr(p, MARK)]
+    if any(getattr(p, MARKED_AS, OUTPUTS) == OUTPUTS for p in marked):
+        return None
+    linear = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    if not linear or any(hasattr(p, MARK) for p in linear[-1][1].parameters()):
+        return None
+    return linear[-1][0]
 
 
 def _mark(weights: Iterable[Tensor], kind: str) -> None:

@@ -157,7 +157,7 @@ class BaseOptimizer(ReportingOptimizer):
             vars(self)["execution"] = Execution(symmetric_products=values.get("symmetric_products"))
         super().__init__(params, {**in_groups, **(further or {})})
         class_defaults = {key: setting.default for key, setting in known.items()}
-        check_effect(known, in_groups, class_defaults, self.param_groups)
+        check_effect(known, in_groups, class_defaults, [in_groups, *self.param_groups])
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -251,7 +251,8 @@ def test_what_multiplies_no_vectors_is_adamws():
 
 
 def test_what_is_fused_by_its_name_is_warned_of_unless_it_is_declared(caplog):
-    model = nn.ModuleDict({"attention": nn.ModuleDict({"qkv_proj": nn.Linear(8, 24, bias=False)})})
+    attention = nn.ModuleDict({"qkv_proj": nn.Linear(8, 24, bias=False)})
+    model = nn.ModuleDict({"attention": attention, "head": nn.Linear(8, 24)})
     build(model, "muon")
     assert any(message.startswith("attention.qkv_proj.weight: fused projections") for message in warnings_of(caplog))
     caplog.clear()
@@ -323,6 +324,32 @@ def test_torchs_fused_attention_is_three_matrices():
     for update in (weight.detach() - before).split(32):
         values = torch.linalg.svdvals(update)
         assert 0.9 < values.median() < 1.1
+
+
+def test_a_last_linear_map_that_may_be_the_output_is_warned_of(caplog):
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 24))
+    build(model, "muon")
+    assert any("so that 2, the last linear map, is a hidden matrix" in message for message in warnings_of(caplog))
+    for output, matrices in ((True, 1), (False, 2)):
+        caplog.clear()
+        model[2].weight.is_embedding_or_output_parameter = output
+        assert build(model, "muon").matrices.matrices_per_step == matrices
+        assert not warnings_of(caplog)
+
+
+def test_a_decoder_that_is_one_linear_map_is_an_output_layer():
+    model = nn.ModuleDict({"encoder": nn.Linear(8, 8), "decoder": nn.Linear(8, 24)})
+    assert build(model, "soap").matrices.matrices_per_step == 1
+
+
+def test_what_is_no_model_and_what_trains_nothing_is_refused():
+    model = nn.Linear(8, 8)
+    with pytest.raises(TypeError, match="takes the model, whose layers say"):
+        build_optimizer(model.parameters(), "muon")
+    with pytest.raises(ValueError, match="muon: lr must be a number"):
+        build_optimizer(model, "muon", lr="3e-4")
+    with pytest.raises(ValueError, match="all 2 are frozen"):
+        build_optimizer(model.requires_grad_(False), "muon")
 
 
 @pytest.mark.parametrize(
@@ -459,7 +486,7 @@ def test_an_unknown_option_is_refused(name):
 @pytest.mark.parametrize(
     ("name", "fields", "message"),
     [
-        ("adamw", {"lr": -1.0}, "Invalid learning rate: -1.0"),
+        ("adamw", {"lr": -1.0}, "adamw: lr must be a finite number of at least 0"),
         ("lion", {"lr": "1e-3"}, "lr must be a number, or a tensor of one entry, got '1e-3'"),
         ("muon", {"weight_decay": float("inf")}, "weight_decay must be a finite number of at least 0, got inf"),
         ("muon", {"muon_adam_lr": float("nan")}, "lr must be a finite number of at least 0, got nan"),

@@ -386,6 +386,24 @@ def test_one_rate_of_all_groups_is_that_of_the_matrices(kind):
             assert rates(optimizer) == pytest.approx([rate, rate, rate * 3 / 20, rate * 6 / 20])
 
 
+def test_a_rate_of_the_matrices_that_falls_to_adamws_leaves_that_alone():
+    optimizer, params = of_four_groups()
+    before = rates(optimizer)
+    run(optimizer, params, gradients(params, 1))
+    for group in optimizer.param_groups[:2]:
+        group["lr"] = before[2]
+    optimizer.param_groups[3]["lr"] = before[2]
+    run(optimizer, params, gradients(params, 1))
+    for group in optimizer.param_groups[:2]:
+        group["lr"] = before[2] / 2
+    run(optimizer, params, gradients(params, 1))
+    for group in optimizer.param_groups[:2]:
+        group["lr"] = optimizer.param_groups[2]["lr"]
+    kept = rates(optimizer)
+    run(optimizer, params, gradients(params, 1))
+    assert rates(optimizer) == kept
+
+
 def test_a_first_rate_of_zero_has_no_ratio():
     optimizer, params = of_four_groups(lr=0.0)
     for group in optimizer.param_groups:

@@ -419,6 +419,8 @@ class BaseOptimizer(ReportingOptimizer):
         self._session.key_ends.clear()
         self._session.group_of.clear()
         forget_replaced(type(self).__name__, self.state, parameters)
+        begun = self._session.begun
+        self._session.begun = {key: begun[key] for key in begun if key[0] in self.state}
         if not self.elementwise:
             shapes = {shape for shape, _ in self._session.said}
             refuse_flattened(type(self).__name__, self.param_groups, shapes)

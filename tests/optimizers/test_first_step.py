@@ -8,6 +8,7 @@ import torch
 
 from megatron_eopt import Lion, Muon, ScheduleFreeAdamW, TensorParallelMuon
 from megatron_eopt.plain import OptimizerConfig, build_optimizer
+from tests.optimizers.family import build, every
 
 pytestmark = pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")  # torch's
 
@@ -25,17 +26,17 @@ def step(*optimizers):
         optimizer.step()
 
 
-@pytest.mark.parametrize("build", [Lion, TensorParallelMuon, lambda params: Muon(params, [])])
-def test_a_parameter_that_comes_twice_is_refused(build):
+@pytest.mark.parametrize("make", [Lion, TensorParallelMuon, lambda params: Muon(params, [])])
+def test_a_parameter_that_comes_twice_is_refused(make):
     first, second = weights()
     with pytest.raises(ValueError, match="readout comes twice in one list of parameters"):
-        build([("readout", first), ("other", second), ("readout", first)])
-    optimizer = build([first])
+        make([("readout", first), ("other", second), ("readout", first)])
+    optimizer = make([first])
     with pytest.raises(ValueError, match=r"parameter 2 of group 1, .* comes twice"):
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2, 2)), second, second]})
     assert len(optimizer.param_groups) == 1
     with pytest.raises(ValueError, match="more than one parameter group"):
-        build([{"params": [first]}, {"params": [first]}])
+        make([{"params": [first]}, {"params": [first]}])
 
 
 def test_adamw_inside_refuses_one_that_comes_twice():
@@ -52,6 +53,18 @@ def test_optimizers_and_parameters_go_when_nobody_holds_them():
     del optimizers, parameters
     gc.collect()
     assert [each() for each in gone] == [None] * 4
+
+
+@every
+def test_a_parameter_goes_that_was_taken_out_of_its_group(name):
+    parameters = weights(3)
+    optimizer = build(name, parameters)
+    step(optimizer, optimizer)
+    gone = weakref.ref(parameters.pop())
+    del optimizer.param_groups[0]["params"][2]
+    step(optimizer)
+    gc.collect()
+    assert gone() is None
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon", "lion"])

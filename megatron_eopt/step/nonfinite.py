@@ -91,7 +91,7 @@ class NonFinite:
         skipped = flag < 1
         self._counts[:2].add_(skipped)
         self._counts[0].mul_(skipped)
-        self._counts[2].copy_(flag.clamp(max=0))
+        torch.clamp(flag, max=0, out=self._counts[2])
         self._report(list(found), [x is None for x in gradients], usable, at_once)
         return flag
 

@@ -75,8 +75,10 @@ def draw(runs: dict[str, Curves], out: str | Path) -> None:
             axes = picture.add_subplot(rows, COLUMNS, (1, number) if number == first else number)
             for line in lines:
                 of_line = colors[line.run, line.optimizer]
-                style = (0, (4, 3)) if line.optimizer == "adam" else "-"  # equal rates do not hide each other
-                (shown,) = axes.plot(*zip(*line.points, strict=True), color=of_line, linewidth=1.6, linestyle=style)
+                style: dict[str, Any] = {"color": of_line, "linewidth": 1.6}
+                if line.optimizer == "adam":  # on top of an equal rate, which it leaves to be seen
+                    style |= {"linestyle": (0, (4, 3)), "zorder": 3}
+                (shown,) = axes.plot(*zip(*line.points, strict=True), **style)
                 if line.optimizer or not any(of == line.run and name for of, name in colors):
                     named.setdefault(label(line, len(runs)), shown)
             if title == PANELS["learning_rate"]:

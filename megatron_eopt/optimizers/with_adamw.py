@@ -34,9 +34,10 @@ from megatron_eopt.step.parameters import check_parameters, check_scalable, para
 from megatron_eopt.step.reporting import ReportingOptimizer
 from megatron_eopt.step.state import STATE_OF, StateTensor, forget_replaced
 
-# In AdamW's groups: their first rate, and that of the first group of matrices at that time.
+# In AdamW's groups: their first rate, that of the first group of matrices at that time, and that of their last step.
 ADAM_LR = "adam_lr"
 ADAM_LR_AT = "adam_lr_at"
+LAST_LR = "last_lr"
 
 _RATES = (Setting(ADAM_LR, check=AT_LEAST_0), Setting(ADAM_LR_AT, check=AT_LEAST_0))
 OF_ADAMW = {record.name: record for record in (RECORDS["lr"], RECORDS["weight_decay"], *ADAM, *_RATES)}
@@ -119,7 +120,8 @@ class WithAdamW(ReportingOptimizer):
         lr of a group of AdamW = adam_lr * (lr of the matrices / adam_lr_at)
 
     with AdamW's first rate, ``adam_lr``, and the first rate of the first group of matrices, ``adam_lr_at``. Where
-    ``adam_lr_at`` is 0, and where a scheduler began with several rates (``initial_lr``), each group keeps its ``lr``.
+    ``adam_lr_at`` is 0, where nobody has changed the rates of AdamW since the last step (``last_lr``), and where a
+    scheduler began with several rates (``initial_lr``), each group keeps its ``lr``.
 
     ``state`` and ``state_dict`` have both states, each parameter's by itself. State that is missing is made where
     ``state`` is first read, and by ``state_dict``.
@@ -143,7 +145,6 @@ class WithAdamW(ReportingOptimizer):
 
     _matrices: BaseOptimizer
     adamw: AdamW | None
-    _rates_set: list[float] | None = None  # AdamW's of the last step
 
     def __init__(self, matrices: BaseOptimizer, adam_params: ParamsT, adam_settings: Mapping[str, Any]) -> None:
         self._matrices = matrices
@@ -209,6 +210,7 @@ class WithAdamW(ReportingOptimizer):
             if ADAM_LR not in group:
                 group[ADAM_LR] = float(group["lr"])  # a tensor may be changed in place
             group.setdefault(ADAM_LR_AT, groups[0][ADAM_LR_AT])
+            group.setdefault(LAST_LR, 0.0)  # before the first step
             group.setdefault(STATE_OF, name_in_states(type(self.matrices)))
         return groups
 
@@ -228,16 +230,18 @@ class WithAdamW(ReportingOptimizer):
     def _set_rates(self) -> None:
         """Take one rate that all groups were given for that of the matrices."""
         groups = self.param_groups
+        of_adamw = self._adam_groups
         if any(isinstance(group["lr"], Tensor) and group["lr"].is_cuda for group in groups):
             return  # to compare them would wait for the device
-        if [float(group["lr"]) for group in self._adam_groups] == self._rates_set:
+        if all(group["lr"] == group[LAST_LR] for group in of_adamw):
             return  # the matrices alone may have been given another one
         lr, first = groups[0]["lr"], groups[0].get("initial_lr")
         if all(group["lr"] == lr and group.get("initial_lr") == first for group in groups):
-            for group in self._adam_groups:
+            for group in of_adamw:
                 if group[ADAM_LR_AT] > 0:
                     group["lr"] = group[ADAM_LR] * (lr / group[ADAM_LR_AT])
-        self._rates_set = [float(group["lr"]) for group in self._adam_groups]
+        for group in of_adamw:
+            group[LAST_LR] = float(group["lr"])
 
     # The step.
 
@@ -350,7 +354,7 @@ class WithAdamW(ReportingOptimizer):
             )
         if self.adamw is None:
             return []
-        needed = (*self.adamw.defaults, ADAM_LR_AT)
+        needed = (*self.adamw.defaults, ADAM_LR_AT, LAST_LR)
         return [{key: group[key] for key in needed} | each for group, each in zip(groups, saved, strict=True)]
 
     def _check_adamw(self, of_adamw: Mapping[str, Any]) -> None:

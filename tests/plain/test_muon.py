@@ -387,21 +387,26 @@ def test_one_rate_of_all_groups_is_that_of_the_matrices(kind):
 
 
 def test_a_rate_of_the_matrices_that_falls_to_adamws_leaves_that_alone():
-    optimizer, params = of_four_groups()
-    before = rates(optimizer)
-    run(optimizer, params, gradients(params, 1))
-    for group in optimizer.param_groups[:2]:
-        group["lr"] = before[2]
-    optimizer.param_groups[3]["lr"] = before[2]
-    run(optimizer, params, gradients(params, 1))
-    for group in optimizer.param_groups[:2]:
-        group["lr"] = before[2] / 2
-    run(optimizer, params, gradients(params, 1))
-    for group in optimizer.param_groups[:2]:
-        group["lr"] = optimizer.param_groups[2]["lr"]
-    kept = rates(optimizer)
-    run(optimizer, params, gradients(params, 1))
-    assert rates(optimizer) == kept
+    """Also in a run that is resumed where the two are equal, and until all rates are set."""
+
+    def made():
+        a, vector = params = parameters((4, 4), (4,))
+        return Muon([a], [vector], lr=4e-3, adam_lr=1e-3), params
+
+    optimizer, params = made()
+    for rate in (2e-3, 1e-3):
+        optimizer.param_groups[0]["lr"] = rate
+        run(optimizer, params, gradients(params, 1))
+        assert rates(optimizer) == [rate, 1e-3]
+    resumed, others = made()
+    resumed.load_state_dict(optimizer.state_dict())
+    for each, some in ((optimizer, params), (resumed, others)):
+        run(each, some, gradients(some, 1))
+        assert rates(each) == [1e-3, 1e-3]
+        for group in each.param_groups:
+            group["lr"] = 5e-4
+        run(each, some, gradients(some, 1))
+        assert rates(each) == pytest.approx([5e-4, 1.25e-4])
 
 
 def test_a_first_rate_of_zero_has_no_ratio():

@@ -4,7 +4,6 @@ They compare weights before a step with those after it. No step knows that it is
 """
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from megatron_eopt.optimizers.with_adamw import WithAdamW
 from megatron_eopt.parallel.collectives import values_of
 from megatron_eopt.parallel.exchange import gather
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, name_of
+from megatron_eopt.routing.patterns import split_name
 from megatron_eopt.step.base import BaseOptimizer
 from megatron_eopt.step.foreach import decay_power
 from megatron_eopt.step.parameters import NAME, local, parameters_in, sharing_groups
@@ -64,6 +64,8 @@ class Sample:
         """
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # state may be on its way to host memory
+        self._weights = {p: _square(p) for p in self._shares}
+        self._moved = {p: _square(self._entries[p] - self._sampled(p)) for p in self._shares}
         names = [*sorted(EMERGING_OPTIMIZERS), "adam", "sgd", "other"]
         sums = torch.zeros(len(names), 7, dtype=torch.float64, device=self._device)
         largest = torch.full((len(names), 2), -math.inf, dtype=torch.float64, device=self._device)
@@ -107,18 +109,18 @@ class Sample:
             kinds = sorted(set().union(*values_of(range(world.size()), kinds, world)))
         row_of = {kind: min(row, _MOST_KINDS) for row, kind in enumerate(kinds)}
         shown = [*kinds[:_MOST_KINDS], "others"]
-        squares = torch.zeros(len(shown), 3, dtype=torch.float64, device=self._device)
+        squares = torch.zeros(len(shown), 2, dtype=torch.float64, device=self._device)
         for p, kind in kind_of.items():
-            after = self._sampled(p)
-            of_p = torch.stack([_square(p), _square(after), _square(self._entries[p] - after)])
+            entries_of_each = local(p).numel() / max(1, self._entries[p].numel())
+            of_p = torch.stack([self._weights[p], self._moved[p] * entries_of_each])
             squares[row_of[kind]] += self._shares[p] * of_p
         if world is not None:
             dist.all_reduce(squares)
         layers = {}
-        for kind, (weights, sampled, moved) in zip(shown, squares.tolist(), strict=True):
-            if sampled:
+        for kind, (weights, moved) in zip(shown, squares.tolist(), strict=True):
+            if weights:
                 layers[f"weight_norm of {kind}"] = math.sqrt(weights)
-                layers[f"update_ratio of {kind}"] = math.sqrt(moved / sampled)
+                layers[f"update_ratio of {kind}"] = math.sqrt(moved / weights)
         return layers
 
     def _squares(self, optimizer: Optimizer) -> list[float]:
@@ -132,14 +134,13 @@ class Sample:
                 share = self._shares[p]
                 if p.grad is not None:
                     gradients += share * _square(p.grad)
-                weights += share * _square(p)
+                weights += share * self._weights[p]
                 for key, x in optimizer.state.get(p, {}).items():
                     if key in _MOMENTA:
                         momenta += share * owners * _square(x)
                 if lr:
-                    update = (self._entries[p] - self._sampled(p)) / lr
-                    updates += share * _square(update)
-                    entries += share * update.numel()
+                    updates += share * self._moved[p] / lr**2
+                    entries += share * self._entries[p].numel()
         return sums.tolist()
 
     def _residuals(self, optimizer: Any) -> tuple[float, int]:
@@ -171,8 +172,9 @@ def kind_of_layer(name: str) -> str:
 
     Experts have a kind of their own; so do norms and biases, all together.
     """
-    words = [word for word in name.split(".") if not word.isdecimal()]
-    if re.fullmatch(r"weight\d*", words[-1]) and len(words) > 1:
+    pattern, _ = split_name(name)
+    words = [word for word in pattern.replace("*", "").split(".") if word]
+    if words[-1] == "weight" and len(words) > 1:
         words.pop()
     *path, last = words
     if "norm" in last or "bias" in last:

@@ -77,6 +77,11 @@ def figure(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
+def span(values: Sequence[float], digits: int = 3) -> str:
+    """The smallest and the largest of some numbers, or the one that they are."""
+    return " to ".join(dict.fromkeys(f"{value:.{digits}g}" for value in (min(values), max(values))))
+
+
 def megabytes(count: float) -> str:
     """Bytes as MB, with three digits or more."""
     return figure(count / 1e6)

@@ -28,7 +28,7 @@ from megatron_eopt.plain.kinds import Group, Rule, decays
 from megatron_eopt.plain.options import OptimizerConfig, config_of, given_fields, set_fields
 from megatron_eopt.registry import get_optimizer_builder, register_optimizer
 from megatron_eopt.routing.checks import FAR
-from megatron_eopt.screen import counted, listed
+from megatron_eopt.screen import counted, listed, span
 from megatron_eopt.settings.execution import gathered
 from megatron_eopt.settings.of_class import check_values
 from megatron_eopt.settings.presets import RECOMMENDED, TO_BEGIN_WITH, presets_of
@@ -165,20 +165,17 @@ def _tell_size(name: str, optimizer: Optimizer, lr: Any) -> None:
             sizes += [matrix.rms for matrix in matrices if matrix.rms]
     if not sizes:
         return
-    ends = sorted({min(sizes), max(sizes)})
-    if ends[0] >= ADAMW_RMS / 2 and ends[-1] <= ADAMW_RMS * 2:
+    times = [size / ADAMW_RMS for size in sizes]
+    if min(times) >= 1 / 2 and max(times) <= 2:
         return
-    times = [size / ADAMW_RMS for size in ends]
-    said = f"{name} without a preset makes updates of RMS {_span(ends)}, {_span(times)} times AdamW's {ADAMW_RMS:g}"
-    if lr is None or name not in LIKE_MUON or (times[0] * FAR >= 1 and times[-1] <= FAR):
+    said = (
+        f"{name} without a preset makes updates of RMS {span(sizes, 2)}, {span(times, 2)} times AdamW's {ADAMW_RMS:g}"
+    )
+    if lr is None or name not in LIKE_MUON or (min(times) * FAR >= 1 and max(times) <= FAR):
         _log(said)
         return
     advice = f"keep them if lr {lr:g} is chosen for that, or set preset={RECOMMENDED!r} for AdamW's size"
     _log(f"{said}: {advice}", logging.WARNING)
-
-
-def _span(values: Sequence[float]) -> str:
-    return " to ".join(f"{value:.2g}" for value in values)
 
 
 def _filled(config: OptimizerConfig) -> OptimizerConfig:

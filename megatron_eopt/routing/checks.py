@@ -17,6 +17,7 @@ from megatron_eopt.routing.patterns import (
 )
 from megatron_eopt.routing.patterns import families as patterns_of
 from megatron_eopt.routing.settings import SCHEDULED
+from megatron_eopt.screen import span
 
 FAR = 4.0  # warn of updates more than so many times larger or smaller than AdamW's
 _NAMED = 3  # families in a line of a resume
@@ -138,10 +139,10 @@ def _far_from_adam(families: Sequence[ParamPattern], scale_mode: str) -> Iterato
         times = [size / ADAMW_RMS for size in sizes]
         rates = [family.like.lr for family in members]
         yield (
-            f"{what} makes updates of RMS {_span(sizes)}, {_span(times)} times Adam's {ADAMW_RMS:g}, for "
+            f"{what} makes updates of RMS {span(sizes)}, {span(times)} times Adam's {ADAMW_RMS:g}, for "
             f"{_some(members)}: a learning rate that is right for Adam is too {'large' if large else 'small'} by that; "
             f"take --muon-preset match_adamw with muon or one like it, or set --muon-lr, or keep it if lr "
-            f"{_span(rates)} is chosen for it"
+            f"{span(rates)} is chosen for it"
         )
 
 
@@ -229,7 +230,3 @@ def _some(members: Sequence[ParamPattern]) -> str:
     number = sum(family.count for family in members)
     more = f" and {len(members) - 1} more families" if len(members) > 1 else ""
     return f"{number:,} {'parameter' if number == 1 else 'parameters'} ({members[0].label}{more})"
-
-
-def _span(values: Sequence[float]) -> str:
-    return " to ".join(dict.fromkeys(f"{value:.3g}" for value in (min(values), max(values))))

@@ -95,6 +95,7 @@ class OrthogonalizedOptimizer(MomentumOptimizer):
         Setting("scale_factor_fn", whole=True),
     )
     split_lengths: ClassVar[tuple[int, ...]] = (3,)
+    by_users_alone = True
     momentum_key = "momentum_beta"
     nesterov_key = "use_nesterov"
 
@@ -170,9 +171,6 @@ class OrthogonalizedOptimizer(MomentumOptimizer):
             )
 
     # The step.
-
-    def _by_user(self) -> bool:
-        return True
 
     def orthogonalize(self, p: Tensor, grad: Tensor, **group_settings: Any) -> Tensor:
         """One parameter's update, before the learning rate; to override.

@@ -156,6 +156,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     persistent_group_keys = frozenset({MOMENTUM_STEPS})
     counters = frozenset({MOMENTUM_STEPS})
     split_lengths = (3, 4)
+    by_users_alone = False
     momentum_key = "momentum"
     nesterov_key = "nesterov"
     size_rule: ClassVar[str | None] = None  # how large an update is, where the scale settings have no effect
@@ -196,9 +197,6 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         muon_checks.check_scale(modifiers, values, {key: setting.default for key, setting in known.items()})
 
     # The step.
-
-    def _by_user(self) -> bool:
-        return bool(self._overridden(*OF_PARAMETERS))
 
     def _divided(self, updates: Updates, engine: Engine) -> Updates:
         return second_moment.divided(updates, engine)

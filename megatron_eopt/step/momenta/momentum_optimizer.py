@@ -52,9 +52,10 @@ class MomentumOptimizer(BaseOptimizer):
     and divides updates by second moments where groups have one (:meth:`_divided`).
     """
 
+    by_users_alone: ClassVar[bool] = False  # whether methods for users to override make updates in any case
     scales_factors_of_users: ClassVar[bool] = False  # whether a user's function leaves its factors unscaled
-    momentum_key: ClassVar[str] = "momentum"
-    nesterov_key: ClassVar[str] = "nesterov"
+    momentum_key: ClassVar[str]  # names of these settings
+    nesterov_key: ClassVar[str]
 
     fp32_matmul_prec: MatmulPrecision
     newton_schulz_calls: int = 0
@@ -83,29 +84,21 @@ class MomentumOptimizer(BaseOptimizer):
         owners = {name: next(cls for cls in type(self).__mro__ if name in vars(cls)) for name in names}
         return [name for name, cls in owners.items() if name in vars(self) or not is_ours(cls)]
 
-    def _by_user(self) -> bool:
-        """Whether a user's methods make updates of whole parameters."""
-        return False
-
     # What is planned.
 
     def _settled(self, engine: Engine) -> MomentumCache:
         """Also find scales, which a user's function may get wrong, and kernels."""
-        cache = MomentumCache(super()._settled(engine).modifiers, by_user=self._by_user())
+        cache = MomentumCache(super()._settled(engine).modifiers)
+        cache.by_user = self.by_users_alone or bool(self._overridden(*OF_PARAMETERS))
         cache.needs_norms = any(each.needs_norm for each in cache.modifiers)
         for p, matrices in zip(self._parameters(), engine.matrices, strict=True):
             cache.scales.append(scales_of(self._scale_of(self.group_of(p)), matrices))
         form, _ = step_form(self, engine.device)
         if form == "triton" and not cache.by_user:
             cache.kernels = StepKernels(engine)
-            engine.slice_chunks(self._copied())
+            both = any(each.moment2_method != "none" and each.measured for each in cache.modifiers)
+            engine.slice_chunks(BYTES_OF_ENTRY if both or self._overridden("update") else 0)
         return cache
-
-    def _copied(self) -> int:
-        """Bytes of each entry that a step copies where kernels serve."""
-        groups = map(self.modifiers_of, self.param_groups)
-        both = any(group.moment2_method != "none" and group.measured for group in groups)
-        return BYTES_OF_ENTRY if both or self._overridden("update") else 0
 
     # State.
 

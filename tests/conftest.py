@@ -20,3 +20,18 @@ def pytest_collection_modifyitems(items):
         for needed in (mark.args for mark in item.iter_markers("since")):
             if releases.number(releases.version()) < needed:
                 item.add_marker(pytest.mark.skip(reason=f"Megatron-Core {'.'.join(map(str, needed))} has it"))
+
+
+@pytest.fixture(scope="module")
+def selected(request):
+    """Which values of a parameter the selected tests of a module have: what its fixtures run."""
+
+    def values(name):
+        tests = [
+            item.callspec.params
+            for item in request.session.items
+            if hasattr(item, "callspec") and item.module is request.module
+        ]
+        return list(dict.fromkeys(params[name] for params in tests if name in params))
+
+    return values

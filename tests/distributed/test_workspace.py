@@ -66,14 +66,14 @@ def in_chunks(name, mode, workspace, rank, ranks):
     return [parameter.detach() for parameter in parameters], 1 + max(b.chunk for b in optimizer.engine.plan.buckets)
 
 
-def run(rank, ranks):
+def run(rank, ranks, cases):
     sizes = (1, 2**17, 2**31)
-    return {(*case, size): in_chunks(*case, size, rank, ranks) for case in CASES for size in sizes}
+    return {(*case, size): in_chunks(*case, size, rank, ranks) for case in cases for size in sizes}
 
 
 @pytest.fixture(scope="module")
-def found():
-    return run_ranks(run, 2)
+def found(selected):
+    return run_ranks(run, 2, selected("case"))
 
 
 @pytest.mark.parametrize("case", CASES)

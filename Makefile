@@ -6,7 +6,7 @@ PYTHON := .venv/bin/python
 unexport PYTHONPATH PYTHONHOME PYTHONSTARTUP PYTHONSAFEPATH PYTHONDONTWRITEBYTECODE
 unexport VIRTUAL_ENV PIP_USER PIP_TARGET PIP_PREFIX PIP_CONSTRAINT
 
-.PHONY: help demo test test-wide test-full lint bench gpu compare widths walk scale tables venv
+.PHONY: help demo test test-wide test-full lint bench gpu compare walk scale tables venv
 
 help:
 	@echo "make demo       train a small GPT with Muon and with Adam on the CPU, resume it, draw the losses"
@@ -16,8 +16,7 @@ help:
 	@echo "make lint       check style and types"
 	@echo "make bench      time Newton-Schulz and tensor-parallel steps against public peers, count a step"
 	@echo "make gpu        check everything on a GPU and leave verdicts and pictures; without one, say what it would do"
-	@echo "make compare    train the demo's GPT once with each optimizer on the CPU, show it beside the recorded runs"
-	@echo "make widths     find the best learning rate of the demo's GPT at three widths, with muP and without"
+	@echo "make compare    train a small GPT by the recommended line of each optimizer, and by AdamW at three rates"
 	@echo "make walk       count the files that a gradient passes in one step of each optimizer"
 	@echo "make scale      simulate a rank of thousands: plans, host time of steps, what ranks say to each other"
 	@echo "make tables     write the tables of the docs that follow from megatron_eopt/family.py"
@@ -52,12 +51,8 @@ bench: venv
 gpu: $(if $(filter file,$(origin PYTHON)),venv)
 	@$(PYTHON) scripts/bench/gpu.py
 
-# FLAGS=--whole makes all runs of the protocol, in hours.
 compare: venv
-	@$(PYTHON) scripts/bench/compare.py $(FLAGS)
-
-widths: venv
-	@$(PYTHON) scripts/bench/widths.py
+	@$(PYTHON) scripts/bench/recommended.py
 
 walk: venv
 	@$(PYTHON) scripts/bench/walk.py

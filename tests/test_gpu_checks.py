@@ -22,25 +22,21 @@ ROOT = Path(__file__).resolve().parent.parent
 
 sys.path[:0] = [str(ROOT / "scripts" / "bench"), str(ROOT / "examples")]
 import gpu  # noqa: E402
-import gpu_evidence  # noqa: E402
 import gpu_megatron  # noqa: E402
 import gpu_optimizers  # noqa: E402
-import gpu_page  # noqa: E402
 import gpu_products  # noqa: E402
 import gpu_training  # noqa: E402
 import gpu_verdicts  # noqa: E402
 import newton_schulz  # noqa: E402
 from gpu_verdicts import Rates, Run, Verdict, line  # noqa: E402
-from pages import between  # noqa: E402
 
 from megatron_eopt.family import OPTIMIZERS  # noqa: E402
 
 CPU = torch.device("cpu")
-PAGE = (ROOT / "docs" / "gpu.md").read_text()
 # Verdicts that every part comes to, beside those that only a GPU can give; the others start processes.
 QUICK = {"fp16": 3, "newton-schulz": 0, "steps": 0, "family": 0, "nccl": 30, "memory": 0, "sweep": 0}
 SLOW = ("kernels", "optimizers", "profile", "ranks")
-TRAINING = ("megatron", "resume", "gpt", "evidence")
+TRAINING = ("megatron", "resume", "gpt")
 
 
 @pytest.fixture
@@ -70,7 +66,7 @@ class TestCommand:
         said = capsys.readouterr().out
         for name, part in gpu.PARTS.items():
             told = re.search(rf"^{name} +{re.escape(part.__doc__.splitlines()[0])}$", said, re.MULTILINE)
-            assert bool(told) == (name != "evidence")
+            assert told
         assert "nothing was run" in said
 
     def test_a_part_leaves_json_and_others_stay_in_it(self, tmp_path, capsys):
@@ -269,8 +265,7 @@ def test_megatron_takes_the_flags_of_a_gpu(tmp_path, monkeypatch):
     run = Run(device=torch.device("cuda"), tiny=False, out=tmp_path, work=tmp_path)
     parser = amend(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
     rows = [row.flags for row in gpu_megatron.ROWS.values()]
-    named = [flags for flags, _ in gpu_evidence.RUNS.values()]
-    of_runs = ["--optimizer adam --deterministic-mode", *rows, *named]
+    of_runs = ["--optimizer adam --deterministic-mode", *rows]
     for engine, flags in itertools.product([False, True], of_runs):
         monkeypatch.setattr(gpu_training, "find_spec", lambda name, engine=engine: engine)
         before, _, given = gpu_training.command(run, flags, 5).partition("pretrain_gpt.py ")
@@ -278,11 +273,3 @@ def test_megatron_takes_the_flags_of_a_gpu(tmp_path, monkeypatch):
         assert (parsed.hidden_size, parsed.bf16, parsed.distributed_backend) == (768, True, "nccl")
         assert "--cpu" not in before
         assert not parsed.use_cpu_initialization
-
-
-def test_pages_have_what_the_gpu_found():
-    found = (ROOT / "docs" / gpu_page.PAGE).read_text()
-    for mark, table in gpu_page.tables().items():
-        assert between(found, mark).strip() == table
-    assert re.findall(r"^\| `([\w-]+)` \|", PAGE, re.MULTILINE) == list(gpu.PARTS)
-    assert {*QUICK, *SLOW, *TRAINING} == gpu.PARTS.keys()

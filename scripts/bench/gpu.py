@@ -26,7 +26,6 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
-import gpu_evidence  # noqa: E402
 import gpu_family  # noqa: E402
 import gpu_megatron  # noqa: E402
 import gpu_optimizers  # noqa: E402
@@ -54,9 +53,8 @@ PARTS: dict[str, Callable[[Run], None]] = {  # those first whose figures decide
     "sweep": gpu_products.sweep,
     "ranks": gpu_ranks.schemes,
     "resume": gpu_training.resume,
-    "evidence": gpu_evidence.evidence,
 }
-ALL = [name for name in PARTS if name != "evidence"]  # which is run by its name alone, with a text
+ALL = list(PARTS)
 
 
 def about(name: str) -> str:
@@ -72,14 +70,11 @@ def run_here(name: str, run: Run) -> None:
         run.judge(name, False, "a verdict", reason="the part came to none")
 
 
-def run_apart(
-    name: str, device: str, tiny: bool, out: Path, seconds: int = SECONDS, text: Path | None = None
-) -> dict[str, Any]:
+def run_apart(name: str, device: str, tiny: bool, out: Path, seconds: int = SECONDS) -> dict[str, Any]:
     """Run a part in a process of its own; that it dies or is stopped is a verdict beside those it had reached."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         command = [sys.executable, __file__, name, "--device", device, "--out", str(out)]
         command += ["--seconds", str(seconds), "--here", folder]
-        command += ["--text", str(text)] if text else []
         # all ranks are on this machine; without a GPU the Triton kernel runs in Triton's interpreter
         environment = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", **os.environ}
         environment |= {} if device == "cuda" else {"TRITON_INTERPRET": "1"}
@@ -120,7 +115,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=SECONDS,
         help=f"after which a part is stopped, above {SPARE} (default: %(default)s)",
     )
-    parser.add_argument("--text", type=Path, help="text of evidence, of at least 100 MB")
     parser.add_argument("--here", type=Path, help=argparse.SUPPRESS)  # this process is that of the part, with a folder
     options = parser.parse_args(argv)
     names = options.parts or ALL
@@ -141,14 +135,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.here:
         until = time.monotonic() + options.seconds - SPARE
         where = torch.device(device)
-        of_part = {"out": options.out, "work": options.here, "until": until, "text": options.text}
+        of_part = {"out": options.out, "work": options.here, "until": until}
         run_here(names[0], Run(device=where, tiny=options.tiny, **of_part))
         return 0
     path = options.out / "gpu.json"
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     for name in names:
         print(f"\n{name}: {about(name)}", flush=True)
-        found[name] = run_apart(name, device, options.tiny, options.out, options.seconds, options.text)
+        found[name] = run_apart(name, device, options.tiny, options.out, options.seconds)
         path.write_text(json.dumps(finite(found), indent=1))
         print("\n".join(line(Verdict(**each)) for each in found[name]["verdicts"]), flush=True)
     states = [each["status"] for name in names for each in found[name]["verdicts"]]

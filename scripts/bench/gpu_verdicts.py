@@ -53,7 +53,6 @@ class Run:
         out: folder of pictures.
         work: folder of logs, data and checkpoints.
         until: when it should be done, by :func:`time.monotonic`.
-        text: what a training reads that is given a text.
     """
 
     device: torch.device
@@ -61,7 +60,6 @@ class Run:
     out: Path
     work: Path
     until: float = math.inf
-    text: Path | None = None
     verdicts: list[Verdict] = field(default_factory=list)
     figures: dict[str, Any] = field(default_factory=dict)
 

@@ -114,12 +114,3 @@ def bytes_rows() -> list[list[str]]:
                 ]
                 rows.append([way.flags, f"{dtype}, {'host' if offloaded else 'device'}", *cells])
     return rows
-
-
-def share_rows() -> list[list[str]]:
-    """How much more than an even share the busiest rank is dealt."""
-    of = (("llama3-8b", 1), ("llama3-70b", 1), ("llama3-70b", 4))
-    return [
-        [f"{name}, PP{pipeline}", *(f"{dealt(name, pipeline, data) * data:.3g}" for data in DATA)]
-        for name, pipeline in of
-    ]

@@ -16,7 +16,7 @@ from math import prod
 from typing import Any, get_args
 
 import torch
-from state_bytes import DATA, bytes_rows, share_rows  # which finds scripts/bench
+from state_bytes import DATA, bytes_rows  # which finds scripts/bench
 from support_matrix import RELEASES, support_matrix
 
 from megatron_eopt.family import LIKE_MUON, MUON, OPTIMIZERS
@@ -199,11 +199,6 @@ def held() -> str:
     return table(("flags", "momentum", *models), bytes_rows())
 
 
-def shares() -> str:
-    """What the busiest rank is dealt."""
-    return table(("", *(f"DP{data}" for data in DATA)), share_rows())
-
-
 def override_settings() -> str:
     """Settings that several optimizers share."""
     rows = []
@@ -384,7 +379,7 @@ def _bytes_of(row: OptimizerSpec) -> str:
 
 def costs() -> str:
     """What each optimizer keeps, and what was measured of it: the figures of the comparison, beside Adam's."""
-    figures = between((DOCS / "compare.md").read_text(encoding="utf-8"), "figures")
+    figures = between((DOCS / "benchmarks.md").read_text(encoding="utf-8"), "figures")
     head, *lines = (line.strip("| ").split(" | ") for line in figures.splitlines() if line.startswith("| "))
     measured = {line[0]: dict(zip(head, line, strict=True)) for line in lines}
     kept = {"adam": ADAM_BYTES} | {row.name: _bytes_of(row) for row in OPTIMIZERS.values()}
@@ -392,7 +387,7 @@ def costs() -> str:
     def beside_adam(name: str) -> tuple[str, str]:
         if name not in measured:
             return "not compared", "-"
-        own, adams = (measured[each]["seconds per step"].split()[0] for each in (name, "adam"))  # the least
+        own, adams = (measured[each]["seconds per step"] for each in (name, "adam"))
         time = "-" if "-" in (own, adams) else f"{float(own) / float(adams):.2f}"
         return measured[name]["less Adam's"], time
 
@@ -443,7 +438,6 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "optimizers.md": {"owns": owns, "settings": settings, "state": state},
     "overrides.md": {"settings": override_settings, "settings of one": override_settings_of_one},
     "plain-torch.md": {"plain": plain},
-    "measured.md": {"shares": shares},
     "memory.md": {"bytes": held},
     "support.md": {name: partial(support, works) for name, works in SUPPORT.items()},
 }

@@ -95,7 +95,7 @@ def test_no_page_is_too_long():
         words = len(prose(page.read_text()))
         assert words <= MOST_WORDS, (
             f"{page.relative_to(ROOT)} has {words} words of prose, and may have {MOST_WORDS}: move what was "
-            f"measured to docs/measured.md"
+            f"measured to docs/benchmarks.md"
         )
 
 

@@ -1,19 +1,14 @@
-"""docs/peers.md: its figures, and what it says of Megatron's own optimizers, are so."""
+"""The figures beside peers on docs/benchmarks.md, and what it says of Megatron's own optimizers, are so."""
 
-import argparse
 import math
-import re
 
 import pages
 import peers
 import peers_exactness
 import pytest
 import torch
-from emerging_optimizers import psgd, registry, riemannian_optimizers
-from megatron.training.arguments import add_megatron_arguments
 from peers_exactness import CASES, COLUMNS, MODES, RESUMED, WHOLE, ours
 
-from megatron_eopt.family import OPTIMIZERS
 from tests.distributed.ranks import run_ranks
 from tests.megatron.runs import MUON, TP2, UPSTREAM, assert_same, refused, resumed, train, whole
 
@@ -33,18 +28,6 @@ def of(mark):
     return found
 
 
-_, TABLE = rows(next(part for part in PAGE.split("\n\n") if part.startswith("| |")))
-
-
-def test_the_readme_has_the_times_of_the_page():
-    readme = (pages.DOCS.parent / "README.md").read_text()
-    _, table = rows(next(part for part in readme.split("\n\n") if "| update at TP" in part))
-    said = [re.findall(r"[\d,]+", cell) for cell in table["a step at TP 2 and TP 4, bf16 on two cores"]]
-    found = zip(*(of("steps")[f"ms, TP {ranks}, bf16"] for ranks in (2, 4)), strict=True)
-    for numbers, cells in zip(said, found, strict=True):
-        assert [number.replace(",", "") for number in numbers] == [cell.split()[0] for cell in cells]
-
-
 def test_the_tables_that_are_measured_have_the_rows_of_the_script():
     labels = [*CASES]
     at = labels.index(WHOLE) + 1
@@ -58,18 +41,6 @@ def test_the_tables_that_are_measured_have_the_rows_of_the_script():
     assert rows(made)[0] == [*COLUMNS]
     assert [*of("steps")] == [*rows(made)[1]]
     assert "Measured on: " in pages.between(PAGE, "steps")
-
-
-def test_numbers_of_optimizers_are_those_of_the_packages():
-    parser = argparse.ArgumentParser()
-    add_megatron_arguments(parser)
-    flags = {*parser._option_string_actions["--optimizer"].choices} - {"adam", "sgd", "dist_muon"}
-    own = [x for x in vars(torch.optim).values() if isinstance(x, type) and x is not torch.optim.Optimizer]
-    assert all([psgd, riemannian_optimizers])  # which register theirs
-    counts = [len(OPTIMIZERS), len(registry.get_optimizer_name_list()), len(own)]
-    assert [int(re.match(r"\d+", cell)[0]) for cell in TABLE["optimizers"][:3]] == counts
-    assert len(flags) == 4
-    assert "four by flag" in TABLE["optimizers"][1]
 
 
 def test_dion_is_asked_for_where_the_page_is_to_be_written(monkeypatch, capsys):

@@ -17,7 +17,7 @@ KERNELS: tuple[Kernel, ...] = get_args(Kernel)
 FAST_TRITON = {(9, 0)}
 """Compute capabilities of GPUs on which Triton's kernels were measured to be faster than torch's.
 
-An H200 has 9.0: docs/measured.md has its figures. Everything else takes torch until somebody has measured it.
+An H200 has 9.0: docs/benchmarks.md has its figures. Everything else takes torch until somebody has measured it.
 """
 
 

@@ -1,9 +1,9 @@
-"""Measure this package beside its public peers on the CPU, in one run: part of ``make bench``, tables of docs/peers.md.
+"""Measure this package beside its public peers on the CPU, in one run: part of ``make bench``.
 
 The peers are Megatron-Core's Muon on emerging-optimizers, ``torch.optim.Muon`` and Muon of microsoft/dion. All get the
 same matrices, cut over 2 and 4 ranks: by Megatron's attributes, or as DTensors for torch and dion. Ranks are processes
 with one thread each, over gloo. The first table has how far updates are from those of one rank, the second one what a
-step takes. ``--docs`` writes both into docs/peers.md.
+step takes. ``--docs`` writes both into docs/benchmarks.md.
 
 dion is not on PyPI: ``--dion FOLDER`` takes a checkout of it. Without one its column is empty.
 """
@@ -38,7 +38,7 @@ from training import processor
 
 from megatron_eopt import TensorParallelMuon
 
-PAGE = pages.DOCS / "peers.md"
+PAGE = pages.DOCS / "benchmarks.md"
 SCALE = 0.2
 PRODUCTS = {"medium": "bf16", "highest": "fp32"}
 
@@ -218,13 +218,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rounds", type=int, default=5, help="how often every step is timed; 0: none is")
     parser.add_argument("--dion", type=Path, metavar="FOLDER", help="a checkout of microsoft/dion")
-    parser.add_argument("--docs", action="store_true", help="write the tables into docs/peers.md, too; needs dion")
+    parser.add_argument("--docs", action="store_true", help="write the tables into docs/benchmarks.md, too; needs dion")
     add_flag(parser)
     arguments = parser.parse_args(argv)
     if arguments.dion:
         sys.path.insert(0, str(arguments.dion.resolve()))
     if arguments.docs and not dions():
-        parser.error("docs/peers.md has a column of dion, and dion is not installed: pass --dion FOLDER")
+        parser.error("docs/benchmarks.md has a column of dion, and dion is not installed: pass --dion FOLDER")
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     load = Load(max(arguments.ranks), arguments.any_load or not arguments.rounds)

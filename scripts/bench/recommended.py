@@ -5,7 +5,7 @@
 The line is ``build_optimizer(model, NAME, lr=RATE)``, with the rate that is best for AdamW times what the table of
 settings to begin with says of the optimizer. Nothing else is chosen. All runs take twenty minutes of an idle core. Each
 is kept in ``scripts/bench/results/recommended.json``, and what is there is not trained again. ``--docs`` puts the table
-into docs/compare.md.
+into docs/benchmarks.md.
 """
 
 import argparse
@@ -32,7 +32,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 from small_model import CONTEXT, SmallModel
 
 RESULTS = ROOT / "scripts" / "bench" / "results" / "recommended.json"
-PAGE = "compare.md"
+PAGE = "benchmarks.md"
 
 RATES = (1e-3, 3e-3, 1e-2)  # of AdamW
 NAMES = ("muon", "adaptive_muon", "soap", "kl_shampoo")
@@ -135,7 +135,7 @@ def table(runs: Runs) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """Make the runs that are missing, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--docs", action="store_true", help="write the table into docs/compare.md, too")
+    parser.add_argument("--docs", action="store_true", help="write the table into docs/benchmarks.md, too")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     runs = Runs(RESULTS)

@@ -1,7 +1,6 @@
 """What the elementwise half of a step costs with kernels: launches and bytes, on CUDA tensors without numbers."""
 
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 import torch
@@ -112,26 +111,3 @@ def test_experts_go_through_one_bucket_a_chunk_within_the_workspace(shape, count
     assert (costs.operations["momentum_kernel"], costs.operations["subtract_kernel"]) == (chunks, chunks)
     assert costs.bytes / entries <= MOST_BYTES, costs.operations
     assert costs.allocated.peak <= 2**31
-
-
-@pytest.mark.wide
-def test_the_page_says_what_both_forms_cost(monkeypatch):
-    costs = {}
-    for form in ("triton", "torch"):
-        for size, shapes in (("small", SMALL * 120), ("large", LARGE * 24)):
-            with monkeypatch.context() as patches:
-                counted, entries = cost_of_step(shapes, patches, step_kernels=form)
-            costs[form, size] = sum(counted.operations.values()), counted.bytes / entries
-    (small, small_bytes), (large, large_bytes) = costs["triton", "small"], costs["triton", "large"]
-    (small_torch, small_torch_bytes), (large_torch, large_torch_bytes) = (
-        costs["torch", "small"],
-        costs["torch", "large"],
-    )
-    assert round(small_bytes) == round(large_bytes)
-    page = (Path(__file__).parents[2] / "docs" / "measured.md").read_text(encoding="utf-8")
-    for row in (
-        f"beside the iteration | {small_bytes:.0f} | {small_torch_bytes:.0f}, large matrices {large_torch_bytes:.0f} |",
-        f"from 64 x 64 to 128 x 64 | {small} | {small_torch} |",
-        f"120 matrices of hidden size 2048 | {large} | {large_torch:,} |",
-    ):
-        assert row in page

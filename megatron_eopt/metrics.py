@@ -24,7 +24,7 @@ from megatron_eopt.step.foreach import decay_power
 from megatron_eopt.step.parameters import NAME, local, parameters_in, sharing_groups
 
 Metrics = dict[str, dict[str, float]]
-"""Optimizer -> figure of docs/metrics.md -> value; and :data:`LAYERS` -> figure and kind of layer -> value."""
+"""Optimizer -> figure of docs/manifest.md -> value; and :data:`LAYERS` -> figure and kind of layer -> value."""
 
 Shares = Mapping[Tensor, float]
 """Parameter -> what part of it counts on this rank, so that all ranks together count it once."""
@@ -210,7 +210,7 @@ def watch(
     """Call ``callback(step, metrics)`` after every ``interval``-th step.
 
     Other steps measure nothing and wait for no device. With ``torch.distributed`` all ranks step together, and each
-    calls its own callback with the same figures, which docs/metrics.md lists.
+    calls its own callback with the same figures, which docs/manifest.md lists.
 
     Args:
         optimizer: of this package or of torch, or several that step in turn, in this order.

@@ -20,7 +20,7 @@ from megatron_eopt.parallel.rectangles import Rectangle
 sys.path.append(str(Path(__file__).parent / "bench"))
 from model_matrices import MODELS, Matrices, matrices_of
 
-TENSOR, DATA = 8, (16, 64)
+MODEL, TENSOR, DATA = "llama3-8b", 8, (16, 64)
 NEWTON_SCHULZ = NewtonSchulz()
 WORK = Work(schedule=NEWTON_SCHULZ.schedule, restarts=NEWTON_SCHULZ.restarts)
 BF16, FP32 = 2, 4  # bytes of an entry
@@ -102,14 +102,13 @@ def held(way: Way, name: str, data: int, momentum: float, offloaded: bool = Fals
 
 
 def bytes_rows() -> list[list[str]]:
-    """Bytes a parameter of each way and model, for momenta of each dtype, on the device and in host memory."""
+    """Bytes a parameter of each way, for momenta of each dtype, on the device and in host memory."""
     rows = []
     for way in WAYS:
         for offloaded in (False, True)[: 1 + way.offloads]:
             for momentum, dtype in ((FP32, "fp32"), (BF16, "bf16")):
                 cells = [
-                    " + ".join(f"{each:.3g}" for each in held(way, name, data, momentum, offloaded)[: 1 + offloaded])
-                    for name in ("llama3-8b", "llama3-70b")
+                    " + ".join(f"{each:.3g}" for each in held(way, MODEL, data, momentum, offloaded)[: 1 + offloaded])
                     for data in DATA
                 ]
                 rows.append([way.flags, f"{dtype}, {'host' if offloaded else 'device'}", *cells])

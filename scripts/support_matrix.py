@@ -92,7 +92,7 @@ FEATURES = (
         "--use-torch-fsdp2 with --save, and experts, or shards that are not equal",
         _TORCH_FSDP2 | {"unsaved": "a weight", "args.save": "a folder", "data_parallel": 2},
     ),
-    Feature("--optimizer-cpu-offload", _OFFLOAD, "momenta are in [host memory](memory.md#host-memory)"),
+    Feature("--optimizer-cpu-offload", _OFFLOAD, "momenta are in [host memory](planning.md#host-memory)"),
     Feature("--optimizer-cpu-offload with --async-save", _OFFLOAD | {"args.async_save": True}),
     Feature("--optimizer-momentum-dtype bf16", {"config.optimizer_momentum_dtype": "bf16"}, "muon and its relatives"),
     Feature("--optimizer-cuda-graph", {"config.optimizer_cuda_graph": True}),

@@ -101,27 +101,6 @@ def prose(text: str) -> str:
     return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
 
 
-def owns() -> str:
-    """Which parameters each optimizer is given in Megatron."""
-    of = {kind: [row.name for row in OPTIMIZERS.values() if row.owns == kind] for kind in ("matrices", "all")}
-    matrices = "matrices, and declared stacks of them ([logical matrices](logical-matrices.md))"
-    rest = "embeddings, output layer, norms, biases: Megatron's Adam (`--muon-scalar-optimizer`)"
-    rows = [(code(of["matrices"]), matrices, rest), (code([*of["all"], "adam"]), "everything", "")]
-    return table(("", "updates", "the rest"), rows)
-
-
-def state() -> str:
-    """The state tensors of each optimizer; those that keep the same share a line."""
-    kept: dict[tuple[str, str], list[str]] = {}
-    for row in OPTIMIZERS.values():
-        for settings in ({}, *STATE_SETTINGS.get(row.name, ())):
-            tensors = state_tensors(row, MATRIX, **settings)
-            said = code([row.name]) + "".join(f", `{key}={value!r}`" for key, value in settings.items())
-            kept.setdefault((", ".join(map(_described, tensors)), _bytes(tensors)), []).append(said)
-    rows = [(", ".join(names), keys or "nothing", size or "0") for (keys, size), names in kept.items()]
-    return table(("", "state", "bytes"), [("`adam`", "`exp_avg`, `exp_avg_sq`", ADAM_BYTES), *rows])
-
-
 MATRIX = (131, 101)  # m x n; no other dimension of a state tensor has one of these lengths
 MOST_NUMBERS = 8  # that a state tensor has of each matrix; more are as many as a rank
 SIDES: dict[object, str] = {
@@ -142,30 +121,17 @@ def _rank_or_number(dim: object) -> object:
     return "r" if isinstance(dim, int) and dim > MOST_NUMBERS else dim
 
 
-def _described(tensor: StateTensor) -> str:
-    shape = "" if tensor.dims is None else f" ({' x '.join(map(str, _sides(tensor))) or 'a number'})"
-    return f"`{tensor.key}`{shape}"
-
-
-def _bytes(tensors: Iterable[StateTensor], with_numbers: bool = True) -> str:
-    """Bytes of the state tensors of a matrix of m x n in fp32, as a formula; also of those that are a few numbers."""
+def _bytes(tensors: Iterable[StateTensor]) -> str:
+    """Bytes of the state tensors of a matrix of m x n in fp32, as a formula; without those that are a few numbers."""
     counts = Counter[str]()
     for tensor in tensors:
         letters = sorted(side for side in _sides(tensor) if isinstance(side, str))
-        if not letters and not with_numbers:
+        if not letters:
             continue
         numbers = prod(side for side in _sides(tensor) if isinstance(side, int))
         size = "".join(letters) if len({*letters}) == len(letters) else f"{letters[0]}²"
         counts[size] += numbers * (tensor.dtype or torch.float32).itemsize
-    return " + ".join(f"{count} {size}".rstrip() for size, count in sorted(counts.items(), key=lambda x: not x[0]))
-
-
-def plain() -> str:
-    """What plain torch builds."""
-    rest: dict[str, list[str]] = {"AdamW": [], "the same": ["adamw"]}
-    for row in OPTIMIZERS.values():
-        rest["the same" if row.owns == "all" else "AdamW"].append(row.name)
-    return table(("`name`", "all but matrices have"), [(code(names), of_rest) for of_rest, names in rest.items()])
+    return " + ".join(f"{count} {size}" for size, count in counts.items())
 
 
 def support(works: str) -> str:
@@ -195,8 +161,7 @@ def shown_by() -> dict[str, set[str]]:
 
 def held() -> str:
     """Bytes that the busiest rank holds."""
-    models = (f"{size}, DP{data}" for size in ("8B", "70B") for data in DATA)
-    return table(("flags", "momentum", *models), bytes_rows())
+    return table(("flags", "momentum", *(f"DP{data}" for data in DATA)), bytes_rows())
 
 
 def override_settings() -> str:
@@ -349,14 +314,14 @@ may have too, in [overrides](overrides.md), by the name without `--`, the optimi
 FLAGS_OF_MEGATRON = (
     (
         "`--use-distributed-optimizer`",
-        "Deals whole parameters, with their state and work, to data-parallel ranks ([memory](memory.md)).",
+        "Deals whole parameters, with their state and work, to data-parallel ranks ([memory](planning.md#memory)).",
     ),
-    ("`--use-megatron-fsdp`, `--use-torch-fsdp2`", "Shard gradients and parameters too ([memory](memory.md))."),
+    ("`--use-megatron-fsdp`, `--use-torch-fsdp2`", "Shard gradients and parameters ([memory](planning.md#memory))."),
     (
         "`--optimizer-cpu-offload`, `--optimizer-offload-fraction`",
-        "Keep momenta in [host memory](memory.md#host-memory).",
+        "Keep momenta in [host memory](planning.md#host-memory).",
     ),
-    ("`--qk-clip`", "Bounds attention logits ([QK-clip](modifiers.md#qk-clip))."),
+    ("`--qk-clip`", "Bounds attention logits ([QK-clip](each-optimizer.md#qk-clip))."),
     (
         "`--override-opt-param-scheduler`, `--use-checkpoint-opt_param-scheduler`",
         "Whose schedule counts [at a resume](checkpoints.md#change-settings).",
@@ -366,14 +331,14 @@ FLAGS_OF_MEGATRON = (
 MUON_HEAD = """## muon
 
 Other optimizers of matrices take some of Muon's flags: each names the groups and flags that hold for it.
-[Presets](presets.md), [logical matrices](logical-matrices.md) and [planning](planning.md) say how to choose."""
+[Optimizers](optimizers.md), [logical matrices](logical-matrices.md) and [planning](planning.md) say how to choose."""
 
 
 def _bytes_of(row: OptimizerSpec) -> str:
     """Bytes by its settings, each formula once."""
     formulas = {}
     for settings in ({}, *STATE_SETTINGS.get(row.name, ())):
-        formulas[_bytes(state_tensors(row, MATRIX, **settings), False)] = None
+        formulas[_bytes(state_tensors(row, MATRIX, **settings))] = None
     return ", ".join(formulas) or "0"
 
 
@@ -427,18 +392,18 @@ def settings() -> str:
     for name, begin in TO_BEGIN_WITH.items():
         name = "adam" if name == "adamw" else name
         flags = begin_flags("adamw" if name == "adam" else name, DEMO_LR)
-        rows.append((code([name]), code([flags]), f"{begin.rate:.2g}", begin.why))
-    return table(("optimizer", "flags, beside `--lr 0.003` of Adam", "rate by AdamW's", ""), rows)
+        owns = OPTIMIZERS[name].owns if name in OPTIMIZERS else "all"
+        has = {"matrices": "matrices", "all": "everything"}[owns]
+        rows.append((code([name]), code([flags]), f"{begin.rate:.2g}", has, begin.why))
+    return table(("optimizer", "flags, beside `--lr 0.003` of Adam", "rate by AdamW's", "updates", ""), rows)
 
 
 SUPPORT = {"works": "yes", "refused": "no"}
 
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
-    "choosing.md": {"costs": costs},
-    "optimizers.md": {"owns": owns, "settings": settings, "state": state},
+    "optimizers.md": {"settings": settings, "costs": costs},
     "overrides.md": {"settings": override_settings, "settings of one": override_settings_of_one},
-    "plain-torch.md": {"plain": plain},
-    "memory.md": {"bytes": held},
+    "planning.md": {"bytes": held},
     "support.md": {name: partial(support, works) for name, works in SUPPORT.items()},
 }
 

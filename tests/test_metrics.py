@@ -27,7 +27,7 @@ from tests.distributed.ranks import run_ranks
 from tests.distributed.test_workspace import OPTIMIZERS, stepped
 
 STEPS = 5
-PAGE = Path(megatron_eopt.__file__).parents[1] / "docs" / "metrics.md"
+PAGE = Path(megatron_eopt.__file__).parents[1] / "docs" / "manifest.md"
 DOCUMENTED = set(re.findall(r"^\| `(\w+)` \|", PAGE.read_text(), re.MULTILINE))
 
 

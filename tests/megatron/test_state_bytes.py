@@ -1,4 +1,4 @@
-"""The bytes of docs/memory.md are those that ranks of real runs in bf16 hold."""
+"""The bytes of docs/planning.md are those that ranks of real runs in bf16 hold."""
 
 import json
 import sys

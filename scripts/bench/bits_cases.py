@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import megatron_eopt as eopt
+from megatron_eopt.family import CLASSES
 from megatron_eopt.optimizers.heavy_ball_muon import HeavyBallMuon
 from megatron_eopt.settings.execution import gathered
 from megatron_eopt.settings.of_class import settings_of
@@ -99,14 +100,14 @@ CASES = {
     "mars": Case("MarsMuon"),
     "mars chunks": Case("MarsMuon", {"gamma": 0.5, **TWO_CHUNKS}, late=True),
     "dion": Case("Dion", {"weight_decay": 0.1}),
-    "dion2": Case("Dion2", {"weight_decay": 0.1}),
-    "sinkgd": Case("SinkGD", {"weight_decay": 0.1}),
     "dion late": Case("Dion", {"rank_fraction": 0.5}, late=True),
     "with_adamw": Case("Muon", {"weight_decay": 0.1}, names=ALL, second={"ns_steps": 3}),
     "distributed_muon": Case("DistributedMuon", {"collective_state_dict": True}, ("one process", "DP=2")),
     "users functions": Case("OrthogonalizedOptimizer", {**FUNCTIONS, **NO_DEFAULTS}, ALONE),
     "users orthogonalize": Case("Own", {"momentum_dtype": torch.bfloat16}),
 }
+_KNOWN = {case.cls for case in CASES.values()}
+CASES |= {name: Case(name) for name in CLASSES if name not in _KNOWN}
 
 
 class Own(eopt.TensorParallelMuon):

@@ -17,29 +17,12 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import megatron_eopt
-from megatron_eopt import (
-    SOAP,
-    Lion,
-    MuonHyperball,
-    PolarGrad,
-    Scion,
-    Spectron,
-    TensorParallelAdaptiveMuon,
-    TensorParallelMuon,
-)
+from megatron_eopt import TensorParallelMuon
+from megatron_eopt.family import OPTIMIZERS as TABLE
 
 PACKAGE = Path(megatron_eopt.__file__).parent
 
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "muon": TensorParallelMuon,
-    "adaptive_muon": TensorParallelAdaptiveMuon,
-    "scion": Scion,
-    "polargrad": PolarGrad,
-    "muon_hyperball": MuonHyperball,
-    "soap": SOAP,
-    "spectron": lambda params, **settings: Spectron(params, rank=4, **settings),
-    "lion": Lion,
-}
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {row.name: row.cls for row in TABLE.values()}
 
 
 @dataclass
@@ -93,7 +76,7 @@ def walk(run: Callable[[], Any]) -> Walk:
 
 
 def one_step(make: Callable[..., torch.optim.Optimizer], sharded: bool = False, **settings: Any) -> Walk:
-    """The walk of the second step of an optimizer with two matrices, 16 x 8.
+    """The walk of the second step of an optimizer with two matrices, 128 x 64.
 
     Args:
         make: the optimizer's class, or what builds it.
@@ -101,7 +84,7 @@ def one_step(make: Callable[..., torch.optim.Optimizer], sharded: bool = False, 
         **settings: of the optimizer.
     """
     ranks = dist.get_world_size() if sharded else 1
-    params = [torch.nn.Parameter(torch.randn(16 // ranks, 8)) for _ in range(2)]
+    params = [torch.nn.Parameter(torch.randn(128 // ranks, 64)) for _ in range(2)]
     if sharded:
         settings["pg_collection"] = SimpleNamespace(tp=dist.group.WORLD, expt_tp=None)
         for p in params:

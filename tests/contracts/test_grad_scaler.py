@@ -10,12 +10,11 @@ from torch.amp import GradScaler
 from megatron_eopt import OptimizerConfig, build_optimizer
 from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.optimizers.with_adamw import Muon
-from tests.optimizers.family import build
+from tests.optimizers.family import build, options
 from tests.plain.made import assert_same, parameters
 
 SCALE = 2.0**13
 PLAIN = ["adamw", *(name for name, row in OPTIMIZERS.items())]
-OPTIONS = {"spectron": {"rank": 3}, "soap": {"precondition_frequency": 2}}
 BAD = {"a matrix": ("2.weight", None), "an embedding": ("0.weight", None), "a clipped norm": ("1.weight", 1.0)}
 by_config = pytest.mark.parametrize("name", PLAIN)
 
@@ -30,7 +29,7 @@ def model():
 
 
 def optimizer_of(trained, name="muon"):
-    return build_optimizer(trained, OptimizerConfig(name=name, lr=0.02, options=OPTIONS.get(name, {})))
+    return build_optimizer(trained, OptimizerConfig(name=name, lr=0.02, options=options(name)))
 
 
 def train(trained, optimizer, steps, scaler=None, bad=None, most=None):

@@ -9,6 +9,7 @@ from torch import nn
 from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.matrices import concatenated, declare, experts, transposed, undeclare
 from megatron_eopt.plain import OptimizerConfig, build_optimizer
+from tests.optimizers.family import options
 
 
 def config(name="muon", **fields):
@@ -135,16 +136,12 @@ def trained(model, optimizer, steps=4):
     }
 
 
-OPTIONS = {"spectron": {"rank": 4}, "scion": {"radius": 1.0}}
-# equal eigenvalues of long sides have any basis, and rounding picks one
-OPTIONS |= {name: {"max_dim": 16} for name in ("soap", "shampoo", "kl_shampoo")}
-
-
 @pytest.mark.parametrize("name", [row.name for row in OPTIMIZERS.values()])
 def test_conv1d_is_read_as_the_linear_layer_that_it_is(name):
     theirs, ours = alike()
     found, wanted = (
-        trained(model, build_optimizer(model, config(name, options=OPTIONS.get(name, {})))) for model in (theirs, ours)
+        trained(model, build_optimizer(model, config(name, options=options(name, max_dim=16))))
+        for model in (theirs, ours)
     )
     for key, parameter in wanted.items():
         torch.testing.assert_close(found[key], parameter, rtol=1e-4, atol=1e-5)
@@ -271,7 +268,7 @@ def test_gate_up_and_down_of_each_expert_are_matrices(kind, caplog):
 def test_experts_lower_the_loss_with_every_optimizer(name):
     torch.manual_seed(0)
     model = nn.Sequential(Experts(), GptOssExperts())
-    optimizer = build_optimizer(model, config(name, options=OPTIONS.get(name, {})))
+    optimizer = build_optimizer(model, config(name, options=options(name, max_dim=16)))
     x = torch.randn(32, 8)
     losses = []
     for _ in range(8):

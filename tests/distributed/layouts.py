@@ -1,7 +1,7 @@
 """One table of programs, and one of layouts over ranks: what is the same of every optimizer is tested by both."""
 
 import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
 
@@ -16,10 +16,9 @@ from megatron_eopt.matrices import GATE_UP, concatenated, experts, heads, interl
 from megatron_eopt.parallel.collectives import counters
 from megatron_eopt.settings.execution import gathered
 from tests.distributed.shards import OF_SHARDS, counted, cut, grid, groups_of, marked, sharded, whole
-from tests.optimizers.family import SETTINGS
+from tests.optimizers.family import IN_FP32, OWNED, RECORDS, STACKS, SUMS
 from tests.optimizers.field import assert_close, drawn
 
-EXACT = ("duplicated", "owner", "auto", "distributed", "gram")
 STEPS = 4
 BAD = {"tall along rows": torch.nan, "fused": 1e20}
 """What one entry of a gradient on one rank is in the third step: the parameter stays as it is on all."""
@@ -30,15 +29,13 @@ class Program:
     """An optimizer, and what there is to know of its steps on several ranks."""
 
     name: str
-    settings: dict = field(default_factory=dict)
-    first: dict = field(default_factory=dict)  # settings of the first group alone
-    modes: tuple = ("owner",)  # of those that have modes
-    tolerance: float = 1e-11  # of the largest entry; in fp64 that is rounding, multiplied by the iteration at most
+    settings: dict
+    first: dict  # settings of the first group alone
+    modes: tuple  # of those that have modes
+    tolerance: float
+    calls: dict
+    without: tuple  # layouts, and cases, that it refuses
     dtype: torch.dtype = torch.float64
-    calls: dict = field(
-        default_factory=dict
-    )  # collective -> calls in a step over TP=2, but for the schemes of matrices
-    without: tuple = ()  # layouts, and cases, that it refuses
 
     @property
     def cls(self):
@@ -54,7 +51,7 @@ class Program:
             "split_qkv": True,
             "is_qkv_fn": lambda p: hasattr(p, "qkv_split_shapes"),
             "fp32_matmul_prec": "highest",
-            **SETTINGS.get(self.name, {}),
+            **RECORDS[self.name].settings,
             **self.settings,
             **settings,
         }
@@ -62,118 +59,75 @@ class Program:
         return self.cls(groups, **gathered(self.cls, taken))
 
 
-def of_muon(name="muon", **settings):
-    more = {key: settings.pop(key) for key in ("tolerance", "calls", "without", "modes", "dtype") if key in settings}
-    first = {"momentum": 0.5, "num_ns_steps": 8, "coefficient_type": "polar_express"}
-    return Program(name=name, settings={"momentum": 0.8, **settings}, first=first, **more)
+OF_ALL = {"momentum": 0.8}
+OF_FIRST = {"momentum": 0.5, "num_ns_steps": 8, "coefficient_type": "polar_express"}
 
 
-SUMS = {"all_reduce": 2}  # statistics, in each of the groups tp and expt_tp
-OWNED = {"all_to_all": 2 * 3}  # there and back, for the dtypes of tp and for expt_tp
-FACTORED = {**OWNED, "all_reduce": 1}  # a matrix that has only had zeros is asked for in each step
+def program(name, more=None, **settings):
+    """What the record of an optimizer says, but for ``more``, and with further settings."""
+    record, takes = RECORDS[name], OPTIMIZERS[name].takes
+    of_record = {
+        "settings": {key: x for key, x in OF_ALL.items() if takes(key)} | record.over_ranks | settings,
+        "first": {key: x for key, x in OF_FIRST.items() if takes(key)} | record.first_group,
+        "modes": record.modes,
+        "tolerance": record.tolerance,
+        "calls": record.calls,
+        "without": record.refuses,
+    }
+    return Program(name=name, **{**of_record, **(more or {})})
+
+
 HOLD = {"weight_norm": "hold", "weight_decay": 0.0}
-IN_FP32 = 1e-6  # second moments are in fp32, so that another order of a sum moves them by a rounding
-FACTORS = {"precondition_frequency": 2, "max_dim": 24, "weight_decay": 0.1}
-DAMPED = {**FACTORS, "damping": 1e-3}
-BOTH = ("both",)
-LONG = ("long sides",)
-STACKS = ("experts", "gate and up of experts", "gate and up by turns (in, out)")  # of DTensors
-OTHER = ("of another dtype",)
+MEASURED = {"calls": SUMS}  # norms of whole matrices
+HELD = {"calls": {**OWNED, "all_reduce": 1 + 3}}
+ONE_MODE = {"modes": ("owner",)}
+FP32 = {"dtype": torch.float32, "tolerance": 3e-5}
+# Every optimizer by its record, and with settings by which it does other work.
 PROGRAMS = {
-    "muon": of_muon(modes=EXACT),
-    "muon in fp32": of_muon(modes=EXACT[2:], dtype=torch.float32, tolerance=3e-5),
+    **{name: program(name) for name in OPTIMIZERS},
+    "muon in fp32": program("muon", {**FP32, "modes": ("auto", "distributed", "gram")}),
     # what is exchanged in bf16 is rounded to it at any rate: the same bits
-    "muon in bf16": of_muon(modes=EXACT[:2], dtype=torch.float32, fp32_matmul_prec="medium", tolerance=0),
-    "muon with bf16 momenta": of_muon(
-        momentum_dtype=torch.bfloat16, dtype=torch.float32, tolerance=3e-5, without=OTHER
+    "muon in bf16": program(
+        "muon", {**FP32, "modes": ("duplicated", "owner"), "tolerance": 0}, fp32_matmul_prec="medium"
     ),
-    "hold": of_muon(**HOLD, calls=SUMS),
-    "brake, cautious": of_muon(weight_norm="brake", brake_outward=0.1, cautious_weight_decay=True, calls=SUMS),
-    "match, cautious": of_muon(relative_update="match", cautious_weight_decay=True, calls=SUMS),
-    "match, brake": of_muon(relative_update="match", update_ratio=0.3, weight_norm="brake", calls=SUMS),
-    "bounded": of_muon(max_update_rms=0.05, calls=SUMS),
-    "hold, normuon": of_muon(
-        **HOLD, moment2_method="normuon", tolerance=IN_FP32, calls={"all_reduce": 4}, without=(*BOTH, *STACKS)
+    "muon with bf16 momenta": program(
+        "muon", {**FP32, **ONE_MODE, "without": ("of another dtype",)}, momentum_dtype=torch.bfloat16
     ),
-    "adamuon": of_muon("adaptive_muon", moment2_method="adamuon", tolerance=IN_FP32, calls=SUMS),
+    "hold": program("muon", {**MEASURED, **ONE_MODE}, **HOLD),
+    "brake, cautious": program(
+        "muon", {**MEASURED, **ONE_MODE}, weight_norm="brake", brake_outward=0.1, cautious_weight_decay=True
+    ),
+    "match, cautious": program("muon", {**MEASURED, **ONE_MODE}, relative_update="match", cautious_weight_decay=True),
+    "match, brake": program(
+        "muon", {**MEASURED, **ONE_MODE}, relative_update="match", update_ratio=0.3, weight_norm="brake"
+    ),
+    "bounded": program("muon", {**MEASURED, **ONE_MODE}, max_update_rms=0.05),
+    "hold, normuon": program(
+        "muon",
+        {"tolerance": IN_FP32, "calls": {"all_reduce": 4}, "without": ("both", *STACKS), **ONE_MODE},
+        **HOLD,
+        moment2_method="normuon",
+    ),
+    "adamuon": program("adaptive_muon", {"without": ()}, moment2_method="adamuon"),
     # what is rounded otherwise where Gram matrices are summed, adamuon makes as much of in small entries
-    "adamuon in fp32": of_muon(
+    "adamuon in fp32": program(
         "adaptive_muon",
+        {"without": (), "modes": ("owner", "gram"), "dtype": torch.float32, "tolerance": 6e-5},
         moment2_method="adamuon",
-        modes=("owner", "gram"),
-        dtype=torch.float32,
-        tolerance=6e-5,
-        calls=SUMS,
     ),
-    "adamuon not aligned": of_muon("adaptive_muon", moment2_method="adamuon", align_rms=False, tolerance=IN_FP32),
-    "normuon": of_muon(
-        "adaptive_muon", moment2_method="normuon", tolerance=IN_FP32, calls=SUMS, without=(*BOTH, *STACKS)
+    "adamuon not aligned": program(
+        "adaptive_muon", {"without": (), "calls": {}}, moment2_method="adamuon", align_rms=False
     ),
-    "namo": of_muon("adaptive_muon", moment2_method="namo", tolerance=IN_FP32, calls=SUMS),
-    "scion": of_muon("scion"),
-    "polargrad": of_muon("polargrad", calls=SUMS),
-    "hyperball": of_muon("muon_hyperball", calls=SUMS),
-    "mars": of_muon("mars_muon", calls=SUMS),
-    "dion": Program(
-        name="dion",
-        settings={"momentum": 0.8, "weight_decay": 0.1},
-        first={"rank_fraction": 0.4},
-        calls={"all_reduce": 2 * 3},
-        without=STACKS[2:],
+    "namo": program("adaptive_muon", {"without": ()}, moment2_method="namo"),
+    "soap by eigh": program("soap", basis_method="eigh"),
+    "kl-soap, hold": program("soap", HELD, use_kl_shampoo=True, weight_norm="hold"),
+    "kl-soap, current": program("soap", use_kl_shampoo=True, basis_of="current", maximize=True, sort_bases="after"),
+    "soap-muon": program("soap", {"without": ("long sides",)}, orthogonalize=True, nesterov=True, eps=1.0),
+    "shampoo by eigh, hold": program(
+        "shampoo", HELD, precondition_frequency=2, basis_method="eigh", weight_norm="hold"
     ),
-    "dion2": Program(name="dion2", settings={"fraction": 0.4}, calls=OWNED),
-    # of rows and of columns in each iteration, for the dtypes of tp and for expt_tp
-    "sinkgd": Program(name="sinkgd", first={"iterations": 2}, calls={"all_reduce": 2 * 5 * 3}),
-    "spectron": Program(
-        name="spectron",
-        settings={"rank": 7, "momentum_beta": 0.8, "num_power_iterations": 2},
-        first={"rank": 3, "weight_decay": 0.2},
-        modes=("duplicated", "auto"),
-        # of gradients, of vectors and of norms (in fp64) in each power iteration, and of quotients
-        calls={"all_reduce": 3 + 2 * (3 + 2) + 3},
-        without=("both", "one row", "heads", "gate over up", *STACKS),
-    ),
-    "soap": Program(name="soap", settings=FACTORS, first={"precondition_frequency": 3}, calls=FACTORED),
-    "soap by eigh": Program(name="soap", settings={**FACTORS, "basis_method": "eigh"}, calls=FACTORED),
-    "kl-soap, hold": Program(
-        name="soap",
-        settings={**FACTORS, "use_kl_shampoo": True, "weight_norm": "hold"},
-        calls={**OWNED, "all_reduce": 1 + 3},
-    ),
-    "kl-soap, current": Program(
-        name="soap",
-        settings={**FACTORS, "use_kl_shampoo": True, "basis_of": "current", "maximize": True, "sort_bases": "after"},
-        calls=FACTORED,
-    ),
-    "soap-muon": Program(
-        name="soap",
-        settings={**FACTORS, "orthogonalize": True, "nesterov": True, "eps": 1.0},
-        without=LONG,
-        calls=FACTORED,
-    ),
-    "shampoo": Program(name="shampoo", settings={**DAMPED, "precondition_frequency": 1}, without=LONG, calls=FACTORED),
-    "shampoo by eigh, hold": Program(
-        name="shampoo",
-        settings={**DAMPED, "basis_method": "eigh", "weight_norm": "hold"},
-        without=LONG,
-        calls={**OWNED, "all_reduce": 1 + 3},
-    ),
-    "kl-shampoo": Program(
-        name="kl_shampoo",
-        settings={**DAMPED, "precondition_frequency": 1, "maximize": True},
-        without=LONG,
-        calls=FACTORED,
-    ),
-    "kl-shampoo by eigh": Program(
-        name="kl_shampoo", settings={**DAMPED, "basis_method": "eigh"}, without=LONG, calls=FACTORED
-    ),
-    "psgd": Program(name="psgd_kron", settings={"max_dim": 24}, first={"momentum": 0.5}, calls=OWNED),
-    "psgd, noise": Program(
-        name="psgd_kron",
-        settings={"max_dim": 24, "precondition_frequency": 2, "maximize": True, "damping_noise_scale": 0.3},
-        calls=OWNED,
-    ),
-    **{name: Program(name=name) for name in ("lion", "signum", "schedule_free_adamw", "ademamix")},
+    "kl-shampoo by eigh": program("kl_shampoo", precondition_frequency=2, basis_method="eigh", maximize=False),
+    "psgd, noise": program("psgd_kron", precondition_frequency=2, maximize=True, damping_noise_scale=0.3),
 }
 
 # Rows and columns that 2, 3 and 4 ranks divide. Each gradient spans the sides that have a factor, of at most `max_dim`:

@@ -13,9 +13,10 @@ from torch.distributed.fsdp import fully_shard
 
 from megatron_eopt import TensorParallelAdaptiveMuon
 from megatron_eopt.plain import build_optimizer
-from tests.contracts.test_hugging_face import OPTIONS, alike, config, trained
+from tests.contracts.test_hugging_face import alike, config, trained
 from tests.distributed.ranks import run_ranks
 from tests.distributed.shards import whole
+from tests.optimizers.family import options
 
 pytestmark = pytest.mark.wide
 
@@ -32,7 +33,7 @@ def train(name, shard):
         weights = [p for p in model.parameters() if p.ndim == 2]
         optimizer = TensorParallelAdaptiveMuon(weights, lr=0.01, moment2_method="normuon")
     else:
-        optimizer = build_optimizer(model, config(name, options=OPTIONS.get(name, {})))
+        optimizer = build_optimizer(model, config(name, options=options(name, max_dim=16)))
     trained(model, optimizer)
     if shard:  # and saved and loaded as whole tensors, which placements have to be right for
         state = get_optimizer_state_dict(model, optimizer, options=WHOLE_STATE)

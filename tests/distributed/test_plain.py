@@ -25,38 +25,19 @@ from megatron_eopt.optimizers.with_adamw import Muon
 from megatron_eopt.parallel import collectives
 from megatron_eopt.parallel.agreement import described_plan, hashed
 from megatron_eopt.plain import OptimizerConfig, build_optimizer
+from megatron_eopt.settings.presets import TO_BEGIN_WITH
 from tests.contracts.test_hugging_face import Experts, GptOssExperts
 from tests.distributed.ranks import run_ranks
 from tests.distributed.shards import message_of, whole
+from tests.optimizers.family import options
 
 pytestmark = pytest.mark.wide
 
 VOCABULARY, WIDTH, INNER = 17, 12, 20
 STEPS = 6
 SAVED_BY_FOUR, SAVED_BY_TWO = 2, 4
-EXACT = {"fp32_matmul_prec": "highest"}
-NAMES = ["adamw", *(row.name for row in OPTIMIZERS.values())]
-OWN = {
-    "adamw": {"lr": 1e-2},
-    "ademamix": {"lr": 1e-2},
-    "psgd_kron": {"lr": 1e-3},
-    "sinkgd": {"lr": 1e-2},
-    "dion": {"lr": 2e-2},
-    "lion": {"lr": 1e-3},
-    "signum": {"lr": 1e-3},
-    "schedule_free_adamw": {"lr": 1e-2, "schedule_free_warmup_steps": 3},
-    # the longer side of a gradient has more directions than the gradient, and which basis these get is up to rounding
-    "soap": {"lr": 1e-2, "options": {"precondition_frequency": 2, "max_dim": WIDTH}},
-    "shampoo": {"lr": 2e-2, "options": {"max_dim": WIDTH, **EXACT}},
-    "kl_shampoo": {"lr": 2e-2, "options": {"max_dim": WIDTH, **EXACT}},
-    "muon": {"lr": 2e-2, "muon_adam_lr": 1e-2, "options": EXACT},
-    "spectron": {"lr": 1e-2, "options": {"rank": 4, **EXACT}},
-    "scion": {"lr": 1e-2, "options": {"radius": 1.0, **EXACT}},
-    "polargrad": {"lr": 1e-1, "muon_adam_lr": 1e-2, "options": EXACT},
-    "muon_hyperball": {"lr": 2e-2, "options": EXACT},
-}
+NAMES = ["adamw", *OPTIMIZERS]
 CONVOLUTIONS = ("muon", "soap", "dion2")
-SETTINGS = {name: OWN.get(name, {"lr": 2e-2, "options": EXACT}) for name in NAMES}
 
 
 class Block(nn.Module):
@@ -94,11 +75,10 @@ def sharded(mesh, model=None):
     return fully_shard(model, mesh=mesh)
 
 
-def optimizer_of(model, name, **options):
-    settings = dict(SETTINGS[name])
-    return build_optimizer(
-        model, OptimizerConfig(name=name, **{**settings, "options": {**settings.get("options", {}), **options}})
-    )
+def optimizer_of(model, name):
+    # the longer side of a gradient has more directions than the gradient, and which basis these get is up to rounding
+    settings = options(name, fp32_matmul_prec="highest", max_dim=WIDTH)
+    return build_optimizer(model, name, lr=3e-3 * TO_BEGIN_WITH[name].rate, options=settings)
 
 
 def batch(step):
@@ -141,7 +121,7 @@ def on_four(rank, ranks, folder):
     """Train, save on the way, and go on from what was saved."""
     results = {}
     mesh = init_device_mesh("cpu", (ranks,))
-    for name in SETTINGS:
+    for name in NAMES:
         model = sharded(mesh)
         optimizer = optimizer_of(model, name)
         losses = train(model, optimizer, range(SAVED_BY_FOUR))
@@ -161,7 +141,7 @@ def on_two(rank, ranks, folder):
     """Go on from what four ranks saved, and save again."""
     results = {}
     mesh = init_device_mesh("cpu", (ranks,))
-    for name in SETTINGS:
+    for name in NAMES:
         straight = sharded(mesh)
         losses = train(straight, optimizer_of(straight, name), range(STEPS))
         model = sharded(mesh)
@@ -202,7 +182,7 @@ def train_experts(mesh):
     model = nn.Sequential(nn.Linear(8, 8), Experts(), GptOssExperts(), nn.Linear(8, 8))
     if mesh is not None:
         fully_shard(model, mesh=mesh)
-    optimizer = build_optimizer(model, OptimizerConfig(name="muon", lr=0.02, options=EXACT))
+    optimizer = build_optimizer(model, OptimizerConfig(name="muon", lr=0.02, options={"fp32_matmul_prec": "highest"}))
     tokens = torch.randn(16, 8)
     losses = []
     for _ in range(STEPS):
@@ -231,13 +211,13 @@ def runs(tmp_path_factory):
     """Losses of one process, of four ranks and of two, which go on from what four saved."""
     folder = tmp_path_factory.mktemp("checkpoints")
     alone = {}
-    for name in SETTINGS:
+    for name in NAMES:
         model = Model()
         alone[name] = train(model, optimizer_of(model, name), range(STEPS))
     return folder, alone, run_ranks(on_four, 4, folder)[0], run_ranks(on_two, 2, folder)[0]
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", NAMES)
 def test_fsdp2_trains_to_the_losses_of_one_process(runs, name):
     _, alone, four, two = runs
     assert four[name][0] == pytest.approx(alone[name], rel=1e-5)
@@ -245,14 +225,14 @@ def test_fsdp2_trains_to_the_losses_of_one_process(runs, name):
     assert alone[name][-1] < alone[name][0]
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_resume_at_the_same_size_is_bit_equal(runs, name):
     _, _, four, _ = runs
     assert four[name][1]
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_checkpoint_goes_from_four_ranks_to_two_to_one(runs, name):
     folder, alone, _, two = runs
     assert two[name][1] == pytest.approx(alone[name][SAVED_BY_FOUR:SAVED_BY_TWO], rel=1e-5)

@@ -42,7 +42,7 @@ def on_two(rank, ranks):
     program, results = PROGRAMS["soap"], {}
     most = stacked_optimizer.MOST_STACK_BYTES
     results["first"] = trained(program, TWO, rank, range(1))[2]
-    for name in ("soap", "psgd"):
+    for name in ("soap", "psgd_kron"):
         stacked_optimizer.MOST_STACK_BYTES = SMALL
         optimizer, parameters, calls = trained(PROGRAMS[name], TWO, rank)
         results["small", name] = found(optimizer, parameters, TWO, rank), calls["all_to_all"]
@@ -91,7 +91,7 @@ def of_two():
 
 
 def test_small_stacks_take_more_exchanges_for_the_same_steps(of_two):
-    for name in ("soap", "psgd"):
+    for name in ("soap", "psgd_kron"):
         program = PROGRAMS[name]
         alone = trained(program)
         assert_as_one(program, TWO, [of_rank["small", name][0] for of_rank, *_ in of_two], alone)

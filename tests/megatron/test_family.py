@@ -27,23 +27,9 @@ from tests.megatron.runs import (
     wide,
     without_idle,
 )
+from tests.optimizers.family import RECORDS
 from tests.tools.test_described import planned
 
-FLAGS = {
-    "spectron": "--spectron-rank 16 --lr 1e-2",
-    "soap": "--lr 3e-3 --min-lr 3e-3",
-    "psgd_kron": "--lr 4e-3 --min-lr 4e-3",
-    "shampoo": "--lr 1e-2 --min-lr 1e-2",
-    "kl_shampoo": "--lr 1e-2 --min-lr 1e-2",
-    "muon_hyperball": "--lr 2e-2 --min-lr 2e-2",
-    "scion": "--muon-lr 4e-4 --muon-min-lr 4e-4",
-    "polargrad": "--lr 1e-1 --min-lr 1e-1",
-    "dion": "--lr 2e-2 --min-lr 2e-2",
-    "dion2": "--lr 2e-2 --min-lr 2e-2",
-    "sinkgd": "--lr 3e-3 --min-lr 3e-3",
-    "signum": "--lr 1e-3 --min-lr 1e-3",
-    "lion": "--lr 1e-3 --min-lr 1e-3",
-}
 FAMILY = [name for name in OPTIMIZERS if name not in ("muon", "adaptive_muon", "schedule_free_adamw")]  # elsewhere
 # Gradients of a few tokens do not span the sides of a matrix, so that their rounding chooses a part of eigenbases, by
 # which weights move from the second step on: with noise in the last bits of its gradients, one rank is as far from one
@@ -53,27 +39,11 @@ SOONER = {"soap", "lion", "ademamix", "psgd_kron", "dion"}  # than the wide subs
 
 
 def run(name):
-    return ["--num-layers", 2, "--optimizer", name, *FLAGS.get(name, "").split(), *EXACT, *FILES]
+    return ["--num-layers", 2, "--optimizer", name, *RECORDS[name].megatron.split(), *EXACT, *FILES]
 
 
 @pytest.mark.parametrize("name", [name if name in SOONER else wide(name) for name in FAMILY])
-@pytest.mark.shows(
-    "--optimizer spectron",
-    "--optimizer soap",
-    "--optimizer shampoo",
-    "--optimizer kl_shampoo",
-    "--optimizer lion",
-    "--optimizer signum",
-    "--optimizer ademamix",
-    "--optimizer psgd_kron",
-    "--optimizer scion",
-    "--optimizer polargrad",
-    "--optimizer muon_hyperball",
-    "--optimizer mars_muon",
-    "--optimizer dion",
-    "--optimizer dion2",
-    "--optimizer sinkgd",
-)
+@pytest.mark.shows("--optimizer {name}")
 def test_two_ranks_train_as_one_and_resume_bit_for_bit(tmp_path, name):
     flags = [*run(name), "--train-iters", 6]
     (alone,), output = train(tmp_path / "alone", 1, *flags, "--optimizer-manifest-file", tmp_path / "manifest.json")
@@ -157,7 +127,7 @@ def test_each_owns_what_an_override_gives_it_beside_muon(tmp_path, capsys, layou
 
 
 def run_of(name, *flags):
-    own = FLAGS.get(name, "").split()
+    own = RECORDS[name].megatron.split()
     return ["--num-layers", 1, *FILES, "--train-iters", 1, "--optimizer", name, *own, *flags]
 
 

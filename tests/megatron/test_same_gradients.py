@@ -26,6 +26,7 @@ from tests.megatron.runs import (
     wide,
 )
 from tests.megatron.test_megatron_fsdp import fsdp
+from tests.optimizers.family import OPTIMIZERS as FAMILY
 
 BOUND = 1e-5
 """Of the way from the first weights, and of the norm of state.
@@ -94,11 +95,9 @@ BESIDE = {  # run by `make test-full` alone
     "lion": ["--optimizer", "lion", "--lr", 1e-3, "--min-lr", 1e-3],
     # so many that the rows of the fault are among them
     "dion2": ["--optimizer", "dion2", "--dion2-fraction", 0.75],
-    **{
-        name: ["--optimizer", name]
-        for name in ("polargrad", "muon_hyperball", "mars_muon", "schedule_free_adamw", "dion", "sinkgd")
-    },
 }
+NAMED = {*OPTIMIZERS, *BESIDE, "adaptive_muon"}
+BESIDE |= {name: ["--optimizer", name] for name in FAMILY if name not in NAMED}
 SOONER = {"muon", "soap", "spectron"}  # than the wide subset, with two tensor-parallel ranks
 
 

@@ -1,22 +1,102 @@
 """Every optimizer of the package, built for a few parameters."""
 
+from collections import defaultdict
+from dataclasses import dataclass, field
+
 import pytest
 import torch
 
 from megatron_eopt import DistributedMuon, Muon, OrthogonalizedOptimizer
 from megatron_eopt.family import OPTIMIZERS
+from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types
 from megatron_eopt.settings.execution import gathered
 
-# What is set to let a few steps of small matrices show what the optimizer does.
-SETTINGS = {
-    "adaptive_muon": {"moment2_method": "normuon"},
-    "spectron": {"rank": 3},
-    "soap": {"precondition_frequency": 2},
-    "schedule_free_adamw": {"warmup_steps": 2, "weight_decay": 0.1},
-    "ademamix": {"alpha_warmup": 2, "beta3_warmup": 4, "weight_decay": 0.1},
-    "lion": {"weight_decay": 0.1},
-    "signum": {"weight_decay": 0.1},
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """What tests have to know of an optimizer beside what its class says."""
+
+    settings: dict = field(default_factory=dict)  # let a few steps of small matrices show what it does
+    megatron: str = ""  # flags with which a small GPT trains
+    # Several ranks are compared with one: settings of the optimizer, and further ones of the first of two groups.
+    over_ranks: dict = field(default_factory=dict)
+    first_group: dict = field(default_factory=dict)
+    modes: tuple = ("owner",)  # values of tp_mode, where it has that
+    tolerance: float = 1e-11  # of the largest entry; in fp64 that is rounding, multiplied by the iteration at most
+    calls: dict = field(default_factory=dict)  # collective -> calls in a step over TP=2, but for Muon's schemes
+    refuses: tuple = ()  # layouts, and parameters, of tests/distributed/layouts.py
+
+
+# Collectives. There are two groups of ranks, of matrices and of experts, and matrices of two dtypes in the first.
+SUMS = {"all_reduce": 2}  # of whole matrices
+OWNED = {"all_to_all": 2 * 3}  # there and back
+FACTORED = {**OWNED, "all_reduce": 1}  # a matrix that has only had zeros is asked for in each step
+STACKS = ("experts", "gate and up of experts", "gate and up by turns (in, out)")  # of DTensors
+IN_FP32 = 1e-6  # second moments are in fp32, so that another order of a sum moves them by a rounding
+OF_FACTORS = {"precondition_frequency": 2, "max_dim": 24, "weight_decay": 0.1}
+
+# One row for each optimizer that needs one; others have the defaults.
+RECORDS = defaultdict(Record) | {
+    "muon": Record(modes=("duplicated", "owner", "auto", "distributed", "gram")),
+    "adaptive_muon": Record(
+        settings={"moment2_method": "normuon"},
+        tolerance=IN_FP32,
+        calls=SUMS,
+        refuses=("both", *STACKS),
+    ),
+    "spectron": Record(
+        settings={"rank": 3},
+        megatron="--spectron-rank 16 --lr 1e-2",
+        over_ranks={"rank": 7, "momentum_beta": 0.8, "num_power_iterations": 2},
+        first_group={"rank": 3, "weight_decay": 0.2},
+        modes=("duplicated", "auto"),
+        # of gradients, of vectors and of norms (in fp64) in each power iteration, and of quotients
+        calls={"all_reduce": 3 + 2 * (3 + 2) + 3},
+        refuses=("both", "one row", "heads", "gate over up", *STACKS),
+    ),
+    "soap": Record(
+        settings={"precondition_frequency": 2},
+        megatron="--lr 3e-3 --min-lr 3e-3",
+        over_ranks=OF_FACTORS,
+        first_group={"precondition_frequency": 3},
+        calls=FACTORED,
+    ),
+    "shampoo": Record(
+        megatron="--lr 1e-2 --min-lr 1e-2",
+        over_ranks={**OF_FACTORS, "precondition_frequency": 1, "damping": 1e-3},
+        calls=FACTORED,
+        refuses=("long sides",),
+    ),
+    "kl_shampoo": Record(
+        megatron="--lr 1e-2 --min-lr 1e-2",
+        over_ranks={**OF_FACTORS, "precondition_frequency": 1, "damping": 1e-3, "maximize": True},
+        calls=FACTORED,
+        refuses=("long sides",),
+    ),
+    "psgd_kron": Record(megatron="--lr 4e-3 --min-lr 4e-3", over_ranks={"max_dim": 24}, calls=OWNED),
+    "lion": Record(settings={"weight_decay": 0.1}, megatron="--lr 1e-3 --min-lr 1e-3"),
+    "signum": Record(settings={"weight_decay": 0.1}, megatron="--lr 1e-3 --min-lr 1e-3"),
+    "schedule_free_adamw": Record(settings={"warmup_steps": 2, "weight_decay": 0.1}),
+    "ademamix": Record(settings={"alpha_warmup": 2, "beta3_warmup": 4, "weight_decay": 0.1}),
+    "scion": Record(settings={"radius": 1.0}, megatron="--muon-lr 4e-4 --muon-min-lr 4e-4"),
+    "polargrad": Record(megatron="--lr 1e-1 --min-lr 1e-1", calls=SUMS),
+    "muon_hyperball": Record(megatron="--lr 2e-2 --min-lr 2e-2", calls=SUMS),
+    "mars_muon": Record(calls=SUMS),
+    "dion": Record(
+        megatron="--lr 2e-2 --min-lr 2e-2",
+        over_ranks={"weight_decay": 0.1},
+        first_group={"rank_fraction": 0.4},
+        calls={"all_reduce": 2 * 3},
+        refuses=STACKS[2:],
+    ),
+    "dion2": Record(megatron="--lr 2e-2 --min-lr 2e-2", over_ranks={"fraction": 0.4}, calls=OWNED),
+    "sinkgd": Record(
+        megatron="--lr 3e-3 --min-lr 3e-3",
+        first_group={"iterations": 2},
+        calls={"all_reduce": 2 * 5 * 3},  # of rows and of columns in each iteration
+    ),
 }
+
 HOLD = {"weight_norm": "hold", "weight_decay": 0.0}
 # Every optimizer, and settings that change what one keeps or does: rows of the tests that hold for all.
 VARIANTS = {
@@ -42,11 +122,9 @@ VARIANTS = {
     "lion with l2": ("lion", {"weight_decay_method": "l2"}),
 }
 ELEMENTWISE = tuple(name for name, row in OPTIMIZERS.items() if row.owns == "all")
-FOR_VECTORS = (*ELEMENTWISE, "soap")
-WITHOUT_STATE = {"sinkgd"}
-WITH_STATE = [name for name in OPTIMIZERS if name not in WITHOUT_STATE]
-every = pytest.mark.parametrize("name", OPTIMIZERS)
-every_with_state = pytest.mark.parametrize("name", WITH_STATE)
+FOR_VECTORS = [
+    name for name, row in OPTIMIZERS.items() if name in ELEMENTWISE or "vectors" in getattr(row.cls, "takes", "")
+]
 
 
 def _users(params, **settings):
@@ -60,11 +138,7 @@ def _with_adamw(params, **settings):
     return Muon(params, [torch.nn.Parameter(torch.ones(5))], **settings)
 
 
-# Optimizers that are in no row, and every class with those.
-FURTHER = {"with_adamw": _with_adamw, "distributed_muon": DistributedMuon, "users_own": _users}
-every_variant = pytest.mark.parametrize("name", [*VARIANTS, *FURTHER])
-every_class = pytest.mark.parametrize("name", [*OPTIMIZERS, *FURTHER])
-every_class_with_state = pytest.mark.parametrize("name", [*WITH_STATE, *FURTHER])
+FURTHER = {"with_adamw": _with_adamw, "distributed_muon": DistributedMuon, "users_own": _users}  # in no row
 
 
 def build(name, params, **settings):
@@ -75,12 +149,19 @@ def build(name, params, **settings):
         name, own = VARIANTS[name]
         settings = {**own, **settings}
     cls = OPTIMIZERS[name].cls
-    return cls(params, **gathered(cls, {"lr": 0.01, **SETTINGS.get(name, {}), **settings}))
+    return cls(params, **gathered(cls, {"lr": 0.01, **RECORDS[name].settings, **settings}))
 
 
 def having(*settings):
     """Names of the optimizers whose constructors take all of these."""
     return [name for name, row in OPTIMIZERS.items() if all(map(row.takes, settings))]
+
+
+def options(name, **further):
+    """What ``build_optimizer`` is told of an optimizer beside the fields of its config, of what it has."""
+    of_fields = ("weight_decay", "warmup_steps")
+    settings = {**further, **RECORDS[name].settings} if name in OPTIMIZERS else {}
+    return {key: x for key, x in settings.items() if OPTIMIZERS[name].takes(key) and key not in of_fields}
 
 
 def decays(name):
@@ -93,6 +174,30 @@ def matrices(count=2, shape=(6, 4), seed=0):
     return [torch.nn.Parameter(torch.randn(shape, generator=generator)) for _ in range(count)]
 
 
+def keeps_state(name):
+    """Whether an optimizer, or one in no row, keeps anything between steps."""
+    [p] = matrices(1)
+    optimizer = build(name, [p])
+    return bool(getattr(optimizer, "matrices", optimizer).state_tensors(p))
+
+
+def others(name, key):
+    """Values of a setting of groups that are not its default; some may be out of range."""
+    setting = OPTIMIZERS[name].settings[key]
+    match setting.default:
+        case _ if setting.choices:
+            return [choice for choice in setting.choices if choice != setting.default]
+        case bool():
+            return [not setting.default]
+        case tuple():
+            return [tuple(each / 2 for each in setting.default)]
+        case str():
+            return [*get_supported_coefficient_types()]
+        case int():
+            return [setting.default + 1, 2, 3, 5]
+    return [(setting.default or 1) / 2, 0.1, 0.01]
+
+
 def take(optimizer, steps, start=0):
     """Steps with gradients that depend on the number of the step alone."""
     for step in range(start, start + steps):
@@ -101,3 +206,11 @@ def take(optimizer, steps, start=0):
             for parameter in group["params"]:
                 parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
         optimizer.step()
+
+
+WITH_STATE = [name for name in OPTIMIZERS if keeps_state(name)]
+every = pytest.mark.parametrize("name", OPTIMIZERS)
+every_with_state = pytest.mark.parametrize("name", WITH_STATE)
+every_variant = pytest.mark.parametrize("name", [*VARIANTS, *FURTHER])
+every_class = pytest.mark.parametrize("name", [*OPTIMIZERS, *FURTHER])
+every_class_with_state = pytest.mark.parametrize("name", [*WITH_STATE, *FURTHER])

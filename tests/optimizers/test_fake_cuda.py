@@ -20,7 +20,7 @@ from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.parallel import agreement, engine
 from megatron_eopt.settings.execution import gathered
 from megatron_eopt.step.nonfinite import NonFinite
-from tests.optimizers.family import SETTINGS
+from tests.optimizers.family import RECORDS
 
 RANKS, STEPS = 8, 4
 SHAPES = [(64, 32), (64, 32), (32, 64), (48, 48)]
@@ -86,7 +86,7 @@ def waits_of_steps(name, monkeypatch, group=None, **settings):
             params.append(p)
         if row.owns == "all":
             params.append(torch.nn.Parameter(torch.empty(7, device="cuda")))
-        settings = {"lr": 0.01, **SETTINGS.get(name, {}), **settings}
+        settings = {"lr": 0.01, **RECORDS[name].settings, **settings}
         optimizer = row.cls(params, **gathered(row.cls, settings))
         for _ in range(STEPS):
             for p in params:

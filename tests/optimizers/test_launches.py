@@ -7,77 +7,56 @@ import torch
 from counting import HOST_READ, Operations, launches
 from launches import SETS, Launches, launches_of_step
 
-from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.matrices import GATE_UP, experts
 from megatron_eopt.optimizers.soap import SOAP
 from megatron_eopt.optimizers.spectron import factor_pairs
-from megatron_eopt.settings.execution import gathered
 from megatron_eopt.step import stacked_optimizer
 from megatron_eopt.step.nonfinite import NonFinite
+from tests.optimizers.family import build, every, having
 from tests.optimizers.on_gpu import masking
 from tests.optimizers.several import run as run_all
 from tests.optimizers.several import set_gradients
 from tests.optimizers.spectrons import parameters, spectron
 
-SHAPES = [(64, 64), (96, 64), (64, 96), (128, 64), (64, 128)]
-OF_EACH = 64
-
-# The most operations of the fourth step of OF_EACH matrices of each shape, and the settings with which it is taken.
-LIMITS = {
-    "muon": (150, "muon", {}),
-    "scion": (150, "scion", {}),
-    "adamuon": (400, "adaptive_muon", {"moment2_method": "adamuon"}),
-    "adamuon not aligned": (400, "adaptive_muon", {"moment2_method": "adamuon", "align_rms": False}),
-    "normuon": (400, "adaptive_muon", {"moment2_method": "normuon"}),
-    "namo": (400, "adaptive_muon", {"moment2_method": "namo"}),
-    "muon_hyperball": (400, "muon_hyperball", {}),
-    "polargrad": (400, "polargrad", {}),
-    "mars_muon": (400, "mars_muon", {}),
-    "lion": (400, "lion", {}),
-    "signum": (400, "signum", {}),
-    "schedule_free_adamw": (400, "schedule_free_adamw", {}),
-    "ademamix": (400, "ademamix", {}),
-    "spectron": (1500, "spectron", {"rank": 16}),
-    "dion": (1500, "dion", {}),
-    "dion2": (1500, "dion2", {}),
-    "sinkgd": (1500, "sinkgd", {}),
-    "soap": (1500, "soap", {}),
-    "psgd_kron": (1800, "psgd_kron", {}),
-    "soap refreshed": (1500, "soap", {"precondition_frequency": 1}),
-}
-# A flag is put on stacks of equal parameters, and so costs a few operations for each shape.
-FLAGGED = {"muon": 220, "scion": 220}
-TORCH_PRODUCTS = {"symmetric_products": "torch"}  # as many products as there are steps, on every machine
+SHAPES = [(12, 12), (18, 12), (12, 18), (24, 12), (12, 24)]
+EXACT = {"symmetric_products": "torch"}  # as many products as there are steps, on every machine
 
 
-def built(name, flagged=False, of_each=OF_EACH):
-    _, row, settings = LIMITS[name]
+def many(count, shapes=SHAPES):
     generator = torch.Generator().manual_seed(0)
-    params = [torch.nn.Parameter(torch.randn(s, generator=generator)) for _ in range(of_each) for s in SHAPES]
+    params = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for _ in range(count) for shape in shapes]
     for p in params:
         p.grad = torch.randn(p.shape, generator=generator)
-    products = TORCH_PRODUCTS if OPTIMIZERS[row].takes("symmetric_products") else {}
-    optimizer = OPTIMIZERS[row].cls(params, **gathered(OPTIMIZERS[row].cls, {**products, **settings}))
-    return masking(optimizer) if flagged else optimizer
+    return params
 
 
-@pytest.mark.parametrize(
-    "flagged", [pytest.param(False, id="on a CPU", marks=pytest.mark.wide), pytest.param(True, id="with a flag")]
-)
-@pytest.mark.parametrize("name", LIMITS)
-def test_a_step_takes_few_operations(name, flagged):
-    optimizer = built(name, flagged)
+def operations_of(name, of_each, flagged):
+    """Of the fourth step of so many matrices of each shape."""
+    params = many(of_each)
+    optimizer = build(name, params, **(EXACT if name in having("symmetric_products") else {}))
+    optimizer = masking(optimizer) if flagged else optimizer
     for _ in range(3):
         optimizer.step()
     with Operations() as counted:
         optimizer.step()
-    limit = FLAGGED.get(name, LIMITS[name][0]) if flagged else LIMITS[name][0]
-    assert counted.counts.total() <= limit, counted.counts.most_common()
-    assert counted.counts[HOST_READ] <= 2  # of gradients that are not finite, which a GPU does not ask
+    return counted.counts
+
+
+@pytest.mark.parametrize("flagged", [False, True], ids=["on a CPU", "with a flag"])
+@every
+def test_a_step_of_more_matrices_takes_no_more_operations(name, flagged):
+    few, many = (operations_of(name, of_each, flagged) for of_each in (2, 5))
+    assert many == few
+    assert many[HOST_READ] <= 2  # of gradients that are not finite, which a GPU does not ask
+
+
+def test_a_step_of_muon_takes_few_operations():
+    assert operations_of("muon", 5, False).total() <= 150
+    assert operations_of("muon", 5, True).total() <= 220  # a flag costs a few for each shape
 
 
 def test_the_first_step_reads_back_the_norms_of_all_matrices_at_once():
-    optimizer = built("muon_hyperball", of_each=4)
+    optimizer = build("muon_hyperball", many(4))
     with Operations() as counted:
         optimizer.step()
     assert counted.counts[HOST_READ] <= 2  # of gradients that are not finite
@@ -232,14 +211,6 @@ def test_stacks_of_spectron_are_of_bounded_size(as_one, monkeypatch):
 # SOAP's.
 
 
-def many(count, shapes=SHAPES):
-    generator = torch.Generator().manual_seed(0)
-    params = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for _ in range(count) for shape in shapes]
-    for p in params:
-        p.grad = torch.randn(p.shape, generator=generator)
-    return params
-
-
 @pytest.mark.parametrize("settings", [{}, {"use_kl_shampoo": True, "basis_of": "current", "nesterov": True}], ids=str)
 def test_a_device_of_soap_is_asked_once_in_the_first_step_and_not_again(monkeypatch, settings):
     monkeypatch.setattr(NonFinite, "_report", lambda self, *args: None)  # which on a GPU reads what is there already
@@ -260,7 +231,8 @@ def test_a_device_of_soap_is_asked_once_in_the_first_step_and_not_again(monkeypa
 
 @pytest.mark.parametrize("settings", [{}, {"max_dim": 80}], ids=str)
 def test_stacks_of_soap_are_bounded_and_their_size_changes_nothing(monkeypatch, settings):
-    whole, params = many(12), many(12)
+    shapes = [(64, 64), (96, 64), (64, 96), (128, 64), (64, 128)]
+    whole, params = many(12, shapes), many(12, shapes)
     most = 3 * 4 * 128 * 64 * 4  # of four of the largest matrices
     a, b = (SOAP(each, precondition_frequency=2, **settings) for each in (whole, params))
     for _ in range(4):

@@ -27,7 +27,7 @@ from megatron_eopt.settings.of_class import settings_of
 from tests.optimizers.family import (
     ELEMENTWISE,
     FOR_VECTORS,
-    SETTINGS,
+    RECORDS,
     build,
     decays,
     every,
@@ -513,11 +513,11 @@ def test_a_method_that_no_step_would_call_is_warned_of(name, caplog):
     base = type(build(name, matrices(1)))
     for method in ("orthogonalize", "orthogonalize_fn", "scaled_orthogonalize_fn", "scale_factor_fn"):
         own = {method: lambda self, *args, **settings: args[-1]}
-        type("Own", (base,), own)(matrices(1), **SETTINGS.get(name, {}))
+        type("Own", (base,), own)(matrices(1), **RECORDS[name].settings)
         assert f"Own: no step here calls {method}, " in caplog.text
         caplog.clear()
         calling = own | {"step": lambda self, closure=None: None}
-        type("Own", (base,), calling)(matrices(1), **SETTINGS.get(name, {}))
+        type("Own", (base,), calling)(matrices(1), **RECORDS[name].settings)
         type("Own", (OPTIMIZERS["muon"].cls,), own)(matrices(1))
         assert "no step here calls" not in caplog.text
 

@@ -20,9 +20,8 @@ from megatron_eopt.matrices import concatenated, declare, undeclare
 from megatron_eopt.plain import OptimizerConfig, build_optimizer, kinds
 from megatron_eopt.registry import register_optimizer
 from megatron_eopt.step.adamw import AdamW
-from tests.optimizers.family import decays
+from tests.optimizers.family import decays, options
 
-OPTIONS = {"spectron": {"rank": 4}, "scion": {"radius": 1.0}}
 NAMES = ["adamw", *(row.name for row in OPTIMIZERS.values())]
 MATRIX_OPTIMIZERS = [row.name for row in OPTIMIZERS.values() if row.owns == "matrices"]
 
@@ -62,9 +61,7 @@ def names_of(model, group):
 
 
 def build(model, name, **fields):
-    return build_optimizer(
-        model, OptimizerConfig(**{"name": name, "options": OPTIONS.get(name, {}), "lr": 1e-2, **fields})
-    )
+    return build_optimizer(model, OptimizerConfig(**{"name": name, "options": options(name), "lr": 1e-2, **fields}))
 
 
 def test_decay_is_for_matrices_without_bias_in_their_name_and_frozen_ones_are_left_out(caplog):

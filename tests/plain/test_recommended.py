@@ -9,14 +9,14 @@ from torch import nn
 from megatron_eopt.family import LIKE_MUON, OPTIMIZERS
 from megatron_eopt.plain import OptimizerConfig, build_optimizer
 from megatron_eopt.settings.presets import PRESETS, RECOMMENDED, TO_BEGIN_WITH
+from tests.optimizers.family import options
 from tests.plain.test_build import Model, train
 
 NAMES = ["adamw", *OPTIMIZERS]
-OPTIONS = {"spectron": {"rank": 4}, "scion": {"radius": 1.0}}
 
 
 def by_name(name, **fields):
-    return build_optimizer(Model(), name, options=OPTIONS.get(name, {}), **fields)
+    return build_optimizer(Model(), name, options=options(name), **fields)
 
 
 def settings(optimizer):
@@ -33,7 +33,7 @@ def test_every_optimizer_has_settings_to_begin_with():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_name_is_a_config_with_the_recommended_preset(name):
-    config = OptimizerConfig(name=name, preset=RECOMMENDED, lr=1e-3, options=OPTIONS.get(name, {}))
+    config = OptimizerConfig(name=name, preset=RECOMMENDED, lr=1e-3, options=options(name))
     assert settings(by_name(name, lr=1e-3)) == settings(build_optimizer(Model(), config))
 
 
@@ -52,7 +52,7 @@ def test_rates_are_those_beside_adamws(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_recommended_line_trains(name):
     model = Model()
-    optimizer = build_optimizer(model, name, lr=3e-3 * TO_BEGIN_WITH[name].rate, options=OPTIONS.get(name, {}))
+    optimizer = build_optimizer(model, name, lr=3e-3 * TO_BEGIN_WITH[name].rate, options=options(name))
     losses = train(model, optimizer, 12)
     assert losses[-1] < losses[0]
 

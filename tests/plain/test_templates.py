@@ -8,11 +8,12 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 from megatron_eopt.matrices import concatenated
 from megatron_eopt.plain import OptimizerConfig, build_optimizer
-from tests.plain.test_build import NAMES, OPTIONS, Model, train
+from tests.optimizers.family import options
+from tests.plain.test_build import NAMES, Model, train
 
 
 def build(model, name):
-    return build_optimizer(model, OptimizerConfig(name=name, lr=1e-2, options=OPTIONS.get(name, {})))
+    return build_optimizer(model, OptimizerConfig(name=name, lr=1e-2, options=options(name)))
 
 
 def assert_goes_on_alike(stopped, resumed):

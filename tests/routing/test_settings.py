@@ -8,7 +8,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron_eopt import EmergingOptimizerEntry, register_optimizer
-from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.registry import EMERGING_OPTIMIZERS
 from megatron_eopt.routing import OverrideError, resolve
 from megatron_eopt.routing.entries import entries_from_dict
@@ -19,58 +18,11 @@ from megatron_eopt.routing.settings import (
     optimizer_names,
     settings_of,
 )
-from tests.optimizers.family import OPTIMIZERS, build, decays
+from tests.optimizers.family import OPTIMIZERS, RECORDS, build, decays, others
 from tests.routing.made import model
 
 FC1 = "decoder.layers.0.mlp.linear_fc1.weight"
-# Settings with one value, or whose values make the same steps of small matrices.
-ALIKE = [("muon_hyperball", "weight_norm"), *((name, "fp32_matmul_prec") for name in OPTIMIZERS)]
 OF_OPTIMIZERS = [(name, key) for name in OPTIMIZERS for key in sorted(settings_of(name)) if key != "split"]
-
-# What half of a default, or its opposite, would not show.
-OTHERS = {
-    "eps": 0.1,
-    "coefficient_type": "simple",
-    "scale_mode": "unit_rms_norm",
-    "basis_method": "eigh",
-    "basis_of": "current",
-    "variant": "schedulefree",
-    "sort_bases": "after",
-    "weight_norm": "hold",
-    "relative_update": "match",
-    "moment2_method": "adamuon",
-    "max_dim": 5,
-    "damping_noise_scale": 0.1,  # above what rounds away beside a momentum
-    "precondition_frequency": 3,
-    "warmup_steps": 3,
-    "precond_decay_steps": 2,
-    "min_precond_lr": 0.1,
-    "alpha_warmup": 5,
-    "beta3_warmup": 7,
-    "rank": 2,
-    "num_ns_steps": 3,
-    "iterations": 2,
-    "max_update_rms": 0.01,
-    "weight_decay_method": "independent",
-}
-# What has an effect beside another setting only.
-BESIDE = {"r": {"variant": "schedulefree"}, "weight_lr_power": {"variant": "schedulefree"}}
-OF_SOAP = {"scale_mode": {"orthogonalize": True}, "sort_bases": {"precondition_frequency": 1}}
-OF_MUON = {
-    **{key: {"moment2_method": "adamuon"} for key in ("beta2", "eps", "align_rms")},
-    **{key: {"weight_norm": "brake"} for key in ("brake_outward", "brake_inward")},
-    "update_ratio": {"relative_update": "match"},
-}
-
-
-def other(key, default):
-    if default == "shape_scaling":  # which unit_rms_norm is for more rows than columns
-        return "spectral"
-    if key in OTHERS:
-        return OTHERS[key]
-    if isinstance(default, bool):
-        return not default
-    return tuple(each / 2 for each in default) if isinstance(default, tuple) else default / 2 or 0.5
 
 
 def after(name, group=None, **settings):
@@ -84,21 +36,30 @@ def after(name, group=None, **settings):
     return p.detach()
 
 
-@pytest.mark.parametrize(("name", "key"), [each for each in OF_OPTIMIZERS if each not in ALIKE])
+def beside(name, key):
+    """Another setting without which this one has no effect."""
+    if OPTIMIZERS[name].settings[key].only_with is None:
+        return {}
+    other, wanted = OPTIMIZERS[name].settings[key].only_with
+    used = {**settings_of(name), **RECORDS[name].settings}[other] in wanted
+    return {} if used else {other: wanted[0]}
+
+
+@pytest.mark.parametrize(("name", "key"), [each for each in OF_OPTIMIZERS if each[1] != "fp32_matmul_prec"])
 def test_a_group_with_its_own_value_is_an_optimizer_with_that_value(name, key):
-    value, muons = other(key, settings_of(name)[key]), issubclass(OPTIMIZERS[name].cls, TensorParallelMuon)
-    value = "brake" if muons and key == "weight_norm" else value  # beside a weight decay, which hold has none of
-    beside = OF_SOAP if name == "soap" else OF_MUON if muons else BESIDE
-    beside = beside.get(key, {})
-    if name == "adaptive_muon" and "moment2_method" in beside:
-        beside = {"moment2_method": "adamuon"} if key == "align_rms" else {}
-    if (name, key) == ("scion", "brake_inward"):
-        beside = {**beside, "radius": 0.05}  # so small that steps do not grow the norm
-    given = {key: value}
-    own = after(name, given, **beside)
-    assert not torch.equal(own, after(name, **beside)), f"{name} does not read {key} from its groups"
-    if OPTIMIZERS[name].takes(key):
-        assert torch.equal(own, after(name, **given, **beside))
+    """Of some other value: not every one changes the steps of small matrices."""
+    values = others(name, key)
+    settings = beside(name, key)
+    expected = after(name, **settings)
+    for value in values:
+        try:
+            own = after(name, {key: value}, **settings)
+        except ValueError:  # out of range, or beside a setting with which it cannot be
+            continue
+        if not torch.equal(own, expected):
+            assert not OPTIMIZERS[name].takes(key) or torch.equal(own, after(name, **{key: value}, **settings))
+            return
+    assert not values, f"{name} does not read {key} from its groups"
 
 
 def test_optimizers_have_the_settings_of_their_rules_and_no_others():

@@ -15,10 +15,11 @@ from typing import NamedTuple
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.parallel.cost import Work
 from megatron_eopt.parallel.deal import Item, deal, snake_order
+from megatron_eopt.parallel.plan_records import Matrix
 from megatron_eopt.parallel.rectangles import Rectangle
 
 sys.path.append(str(Path(__file__).parent / "bench"))
-from model_matrices import MODELS, Matrices, matrices_of
+from models import LLAMAS, matrices_of
 
 MODEL, TENSOR, DATA = "llama3-8b", 8, (16, 64)
 NEWTON_SCHULZ = NewtonSchulz()
@@ -37,9 +38,9 @@ class Way(NamedTuple):
 
 
 @cache
-def parameters(name: str, pipeline: int) -> list[Matrices]:
+def parameters(name: str, pipeline: int) -> list[tuple[Matrix, ...]]:
     """The parameters with matrices of a pipeline stage."""
-    model = MODELS[name]
+    model = LLAMAS[name]
     return matrices_of(replace(model, num_layers=model.num_layers // pipeline), TENSOR)
 
 

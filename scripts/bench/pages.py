@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
+BENCHMARKS = "benchmarks.md"  # the page of measured tables
 
 
 def between(page: str, mark: str) -> str:

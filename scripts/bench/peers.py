@@ -1,246 +1,201 @@
-"""Measure this package beside its public peers on the CPU, in one run: part of ``make bench``.
+"""Measure a step on several ranks beside public peers on the CPU, in one run: part of ``make bench``.
 
 The peers are Megatron-Core's Muon on emerging-optimizers, ``torch.optim.Muon`` and Muon of microsoft/dion. All get the
-same matrices, cut over 2 and 4 ranks: by Megatron's attributes, or as DTensors for torch and dion. Ranks are processes
-with one thread each, over gloo. The first table has how far updates are from those of one rank, the second one what a
-step takes. ``--docs`` writes both into docs/benchmarks.md.
+28 matrices of four layers, cut by Megatron's attributes or as DTensors, and take turns. Ranks are processes with one
+thread each, over gloo. Besides times the table has how far an update is from that of one rank, over its length, and
+what the first rank counts: matrix products, their operations, collectives, temporaries and state.
 
-dion is not on PyPI: ``--dion FOLDER`` takes a checkout of it. Without one its column is empty.
+dion is not on PyPI: ``--dion FOLDER`` takes a checkout of it.
 """
 
-import argparse
-import json
 import os
-import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from importlib.metadata import version
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pages
 import torch
 import torch.distributed as dist
-from counting import Allocations
-from newton_schulz import exact
-from peers_exactness import CASES, COLUMNS, MODES, WHOLE, Figures, MegatronsMuon, beside_one, dions, ours
-from quiet import Load, add_flag
-from ranks import on_ranks, seconds_in_turns
-from tensor_parallel import LAYERS, MATRICES, OUT, parameters, whole_matrices
+from counting import Products
+from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon as MegatronsMuon
+from models import FOUR_LAYERS, Sharded
+from pages import markdown
+from timing import Load, Times, in_turns, machine, on_ranks, parser_of, write
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import Parameter
-from torch.utils.flop_counter import flop_registry
-from training import processor
 
 from megatron_eopt import TensorParallelMuon
 
-PAGE = pages.DOCS / "benchmarks.md"
-SCALE = 0.2
-PRODUCTS = {"medium": "bf16", "highest": "fp32"}
+PRECISIONS = {"medium": "bf16", "highest": "fp32"}
+COMPARED = FOUR_LAYERS[: len(FOUR_LAYERS) // 4]  # with one rank: of the first layer
+COLUMNS = ("ms", "by the fastest exact", "off one rank", "products", "GFLOP", "collectives", "MiB", "state B")
+EXACT = 1e-4  # an update that is closer is that of one rank up to rounding, in fp32
+ROUNDED = 3e-2  # the same in bf16
 
 
-class Counted(Allocations):
-    """Matrix products, their operations, collectives and allocations of a rank."""
+@dataclass(frozen=True)
+class Contestant:
+    """What builds an optimizer of this rank's shards; ``of`` is a mesh for DTensors, else Megatron's groups."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.products = self.operations = self.collectives = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and count it, of a DTensor those on its shard."""
-        if any(issubclass(each, DTensor) for each in types):
-            return NotImplemented
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        name = func.overloadpacket.__name__
-        self.collectives += func.namespace in ("c10d", "_c10d_functional") and name != "wait_tensor"
-        count = flop_registry.get(getattr(torch.ops.aten, name.removesuffix("_"), None))
-        if func.namespace == "aten" and count is not None:
-            self.products += 1
-            given = {key: value for key, value in (kwargs or {}).items() if key != "out"}
-            self.operations += count(*args, **given, out_val=result)
-        return result
+    build: Callable[[list[Parameter], Any], torch.optim.Optimizer]
+    dtensors: bool = False
 
 
-def steps_of(rank: int, ranks: int, precision: Any) -> dict[str, torch.optim.Optimizer]:
-    """Contestant -> an optimizer of the matrices of a small model, with gradients; all scales match AdamW's."""
-    groups: Any = SimpleNamespace(tp=dist.group.WORLD, expt_tp=dist.group.WORLD, gtp_remat=None, expt_gtp_remat=None)
-    common: dict[str, Any] = {"lr": 1e-3, "momentum": 0.95, "fp32_matmul_prec": precision, "pg_collection": groups}
-    shards = partial(parameters, rank, ranks)
-    found: dict[str, torch.optim.Optimizer] = {
-        COLUMNS[0]: TensorParallelMuon(shards(), tp_mode="auto", **common),
-        ours("blockwise"): TensorParallelMuon(shards(), tp_mode="blockwise", **common),
-    }
-    found |= {mode: MegatronsMuon(shards(), tp_mode=mode, **common) for mode in MODES}
+def of_megatron(cls: Any, precision: str, mode: str, **settings: Any) -> Contestant:
+    """An optimizer with Megatron's arguments, ours or theirs."""
+    common: dict[str, Any] = {"lr": 1e-3, "momentum": 0.95, "fp32_matmul_prec": precision, "tp_mode": mode, **settings}
+    return Contestant(lambda params, of: cls(params, pg_collection=of, **common))
+
+
+def everyone(precision: str) -> dict[str, Contestant]:
+    """Contestants by name; those without a choice of precision multiply in bf16."""
+    found = {}
+    for mode in ("auto", "duplicated", "distributed", "owner", "gram", "blockwise"):
+        found[f"ours, {mode}"] = of_megatron(TensorParallelMuon, precision, mode)
+    found["ours, auto, fast"] = of_megatron(TensorParallelMuon, precision, "auto", coefficient_type="cubic5")
+    settings: dict[str, Any] = {"lr": 1e-3, "momentum": 0.95, "fp32_matmul_prec": precision}
+    found["ours, FSDP2"] = Contestant(lambda params, of: TensorParallelMuon(params, **settings), dtensors=True)
+    for mode in ("duplicated", "distributed", "blockwise"):
+        found[f"Megatron, {mode}"] = of_megatron(MegatronsMuon, precision, mode)
     if precision == "medium":
-        mesh = init_device_mesh("cpu", (ranks,))
-        found["torch"] = torch.optim.Muon(dtensors(mesh), lr=1e-3, adjust_lr_fn="match_rms_adamw")
-        if dion := dions():
-            found["dion"] = dion.Muon(
-                dtensors(mesh), mesh, lr=1e-3, nesterov=True, adjust_lr="rms_norm", use_polar_express=False
-            )
+        found["torch"] = Contestant(
+            lambda params, of: torch.optim.Muon(params, lr=1e-3, adjust_lr_fn="match_rms_adamw"), dtensors=True
+        )
+        if find_spec("dion"):
+            found["dion"] = Contestant(dions, dtensors=True)
     return found
 
 
-def dtensors(mesh: Any) -> list[Parameter]:
-    """The same shards as DTensors."""
+def dions(params: list[Parameter], mesh: Any) -> Any:
+    """Its Muon with the polynomial of the others."""
+    from dion import Muon
+
+    return Muon(params, mesh, lr=1e-3, nesterov=True, adjust_lr="rms_norm", use_polar_express=False)
+
+
+def drawn(shapes: Sharded) -> list[tuple[Tensor, Tensor, int]]:
+    """Each matrix with its gradient, and the dimension that is cut."""
+    generator = torch.Generator().manual_seed(0)
     found = []
-    for (matrix, gradient), dim in zip(whole_matrices(), [m[2] for m in MATRICES.values()] * LAYERS, strict=True):
+    for rows, cols, dim in shapes:
+        matrix, gradient = (torch.randn(rows, cols, generator=generator) for _ in range(2))
+        found.append((matrix, gradient, dim))
+    return found
+
+
+def shards(shapes: Sharded, rank: int, ranks: int) -> list[Parameter]:
+    """This rank's parameters with gradients and Megatron's attributes."""
+    found = []
+    for matrix, gradient, dim in drawn(shapes):
+        parameter = Parameter(matrix.chunk(ranks, dim)[rank].contiguous())
+        parameter.grad = gradient.chunk(ranks, dim)[rank].contiguous()
+        if ranks > 1:
+            parameter.tensor_model_parallel, parameter.partition_dim = True, dim  # type: ignore[attr-defined]
+        found.append(parameter)
+    return found
+
+
+def dtensors(shapes: Sharded, mesh: Any) -> list[Parameter]:
+    """The same as DTensors."""
+    found = []
+    for matrix, gradient, dim in drawn(shapes):
         found.append(Parameter(distribute_tensor(matrix, mesh, [Shard(dim)])))
         found[-1].grad = distribute_tensor(gradient, mesh, [Shard(dim)])
     return found
 
 
-def taken(rank: int, ranks: int, rounds: int) -> dict[str, Figures]:
-    """Milliseconds of the slowest rank (median, least, most of the rounds), and counts of this rank's, by precision."""
-    found: dict[str, Figures] = {}
-    for precision in PRODUCTS:
-        steps = steps_of(rank, ranks, precision)
-        seconds = seconds_in_turns({name: optimizer.step for name, optimizer in steps.items()}, rounds)
-        figures: Figures = {"ms": {}, "least": {}, "most": {}}
-        for name, of_rounds in seconds.items():
-            for kind, of_kind in (("ms", statistics.median), ("least", min), ("most", max)):
-                figures[kind][name] = 1e3 * of_kind(of_rounds)
-        with torch.compiler.set_stance("force_eager"):
-            for name, optimizer in steps.items():
-                with Counted() as counted:
-                    optimizer.step()
-                held = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
-                state = sum(x.numel() * x.element_size() for x in held)
-                size = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
-                for row, figure in (
-                    ("products", counted.products),
-                    ("GFLOP", counted.operations / 1e9),
-                    ("collectives", counted.collectives),
-                    ("MiB", counted.peak / 2**20),
-                    ("state", state / size),
-                ):
-                    figures.setdefault(row, {})[name] = figure
-        found[precision] = figures
-    return found
+def off_one_rank(one: Contestant, groups: Any, mesh: Any, rank: int, ranks: int) -> float:
+    """How far an update is from that of one rank, over its length: the largest of the matrices."""
+    parameters = dtensors(COMPARED, mesh) if one.dtensors else shards(COMPARED, rank, ranks)
+    one.build(parameters, mesh if one.dtensors else groups).step()
+    alone = shards(COMPARED, 0, 1)
+    one.build(alone, None).step()
+    most = 0.0
+    for p, expected, (start, _, dim) in zip(parameters, alone, drawn(COMPARED), strict=True):
+        difference = (whole(p.detach(), dim, ranks) - expected).norm() / (expected - start).norm()
+        most = max(most, difference.item())
+    return most
 
 
-def errors(precision: Any) -> dict[str, float]:
-    """How far an update is from that of the same polynomial in fp64, of one process: a matrix of condition 1e7."""
-    u, _, v = torch.linalg.svd(torch.randn(1792, 512, generator=torch.Generator().manual_seed(0)), full_matrices=False)
-    gradient = (u * torch.logspace(0, -7, 512)) @ v
-    common: dict[str, Any] = {"lr": 1.0, "weight_decay": 0.0}
-    for_megatron = {**common, "fp32_matmul_prec": precision, "extra_scale_factor": SCALE}
-    ways: dict[str, tuple[Callable[[list[Parameter]], Any], str]] = {
-        COLUMNS[0]: (lambda p: TensorParallelMuon(p, **for_megatron), "quintic"),
-        "Megatron": (lambda p: MegatronsMuon(p, **for_megatron), "quintic"),
-    }
-    if precision == "medium":
-        ways["torch"] = (lambda p: torch.optim.Muon(p, adjust_lr_fn="match_rms_adamw", **common), "simple")
-        if dion := dions():
-            quintic = {"adjust_lr": "rms_norm", "use_polar_express": False}
-            ways["dion"] = (lambda p: dion.Muon(p, **quintic, **common), "quintic")
+def whole(x: Tensor, dim: int, ranks: int) -> Tensor:
+    """All entries of a matrix of which this rank has a shard."""
+    if isinstance(x, DTensor):
+        return x.full_tensor()
+    parts = [torch.empty_like(x) for _ in range(ranks)]
+    dist.all_gather(parts, x)
+    return torch.cat(parts, dim)
+
+
+def measured(rank: int, ranks: int, precision: str, rounds: int) -> dict[str, Any]:
+    """Rounds of each contestant, its distance from one rank, and the counts of this rank."""
+    everyone_ = everyone(precision)
+    world = dist.group.WORLD
+    groups = SimpleNamespace(tp=world, expt_tp=world, gtp_remat=None, expt_gtp_remat=None)
+    mesh = init_device_mesh("cpu", (ranks,))
+    optimizers = {}
+    for name, one in everyone_.items():
+        parameters = dtensors(FOUR_LAYERS, mesh) if one.dtensors else shards(FOUR_LAYERS, rank, ranks)
+        optimizers[name] = one.build(parameters, mesh if one.dtensors else groups)
+    times = in_turns({name: optimizer.step for name, optimizer in optimizers.items()}, rounds)
     found = {}
-    with torch.compiler.set_stance("force_eager"):
-        for name, (build, coefficients) in ways.items():
-            p = Parameter(torch.zeros_like(gradient))
-            p.grad = gradient
-            build([p]).step()
-            update = -p.detach().double() / (SCALE * max(p.shape) ** 0.5)
-            expected = exact(gradient, coefficients)
-            found[name] = float((update - expected).norm() / expected.norm())
+    torch.compiler.set_stance("force_eager")  # dion compiles for every shape
+    for name, optimizer in optimizers.items():
+        with Products() as counted:
+            optimizer.step()
+        held = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
+        entries = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+        found[name] = {
+            "seconds": times[name],
+            "off one rank": off_one_rank(everyone_[name], groups, mesh, rank, ranks),
+            "products": counted.products,
+            "GFLOP": counted.operations / 1e9,
+            "collectives": counted.collectives,
+            "MiB": counted.peak / 2**20,
+            "state B": sum(x.numel() * x.element_size() for x in held) / entries,
+        }
     return found
 
 
-def exactness_table(found: Mapping[int, Figures]) -> str:
-    """How far updates are from those of one rank, at each number of ranks."""
+def table(found: dict[str, Any], precision: str) -> str:
+    """A row of each contestant; its time is compared with the fastest whose update is that of one rank."""
+    allowed = EXACT if precision == "highest" else ROUNDED
+    times = {name: Times(figures["seconds"]) for name, figures in found.items()}
+    best = min(times[name].median for name, figures in found.items() if figures["off one rank"] < allowed)
     rows = []
-    for name in CASES:
-        at = [figures[name] for figures in found.values()]
-        cells = {way: " / ".join(_small(figures[way]) for figures in at) for way in at[0]}
-        by_default = cells | {"Megatron": cells[MODES[-1] if name == WHOLE else MODES[0]]}
-        rows.append((name, *(by_default.get(column, "-") for column in COLUMNS)))
-        if name == WHOLE:
-            rows += [(f"the same, `{mode}`", cells[ours(mode)], cells[mode], "-", "-") for mode in MODES[1:]]
-    return pages.markdown((" / ".join(f"{ranks} ranks" for ranks in found), *COLUMNS), rows)
-
-
-def _small(value: float) -> str:
-    return f"{value:.2g}" if value >= 0.01 else f"{value:.0e}".replace("e-0", "e-") if value else "0"
-
-
-COUNTS = {
-    "products": ("products", ",.0f"),
-    "GFLOP": ("GFLOP", ".0f"),
-    "collectives": ("collectives", ",.0f"),
-    "MiB": ("temporaries, MiB", ".0f"),
-}
-
-
-def step_table(found: Mapping[int, Mapping[str, Figures]], fp64: Mapping[str, Mapping[str, float]]) -> str:
-    """What a step takes: median, least and most of its times, beside the fastest exact one of the row, and counts."""
-    rows = []
-
-    def row(label: str, cells: Mapping[str, str]) -> None:
-        rows.append((label, *(cells.get(column, "-") for column in COLUMNS)))
-
-    for precision, name in PRODUCTS.items():
-        for ranks, of_ranks in found.items():
-            figures = of_ranks[precision]
-            ms = figures["ms"]
-            mode = min(MODES[:2], key=ms.__getitem__)
-            exacts = {x: x for x in ms if x in COLUMNS} | {"Megatron": mode}
-            best = min(ms[x] for x in exacts.values())
-            cells = {}
-            for column, x in exacts.items():
-                cells[column] = f"{ms[x]:.0f} ({figures['least'][x]:.0f}-{figures['most'][x]:.0f}) {ms[x] / best:.2f}"
-            row(f"ms, TP {ranks}, {name}", cells | {"Megatron": f"{cells['Megatron']} {mode}"})
-            of_shards = {COLUMNS[0]: ms[ours("blockwise")], "Megatron": ms["blockwise"]}
-            row(f"ms, TP {ranks}, {name}, `blockwise`", {x: f"{value:,.0f}" for x, value in of_shards.items()})
-    for key, (label, form) in COUNTS.items():
-        for ranks, of_ranks in found.items():
-            cells = {x: format(value, form) for x, value in of_ranks["medium"][key].items()}
-            row(f"{label}, TP {ranks}", cells | {"Megatron": ", ".join(cells[mode] for mode in MODES[:2])})
-    state = next(iter(found.values()))["medium"]["state"]
-    row("state, bytes an entry", {x: f"{value:.2f}" for x, value in (state | {"Megatron": state[MODES[0]]}).items()})
-    for precision, name in PRODUCTS.items():
-        row(f"error beside fp64, {name}", {x: _small(value) for x, value in fp64[precision].items()})
-    return pages.markdown(("", *COLUMNS), rows)
-
-
-def machine(load: Load) -> str:
-    """What the figures were measured on, in words."""
-    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "megatron-core", "emerging-optimizers"))
-    return f"{processor()}, {os.cpu_count()} cores, one thread a rank; {versions}; {load.words}."
+    for name, figures in found.items():
+        cells = [times[name].words(".0f"), f"{times[name].median / best:.2f}", f"{figures['off one rank']:.1g}"]
+        cells += [f"{figures[column]:.4g}" for column in COLUMNS[3:]]
+        rows.append((name, *cells))
+    return markdown(("", *COLUMNS), rows)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print, and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, rounds=5)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--rounds", type=int, default=5, help="how often every step is timed; 0: none is")
+    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
     parser.add_argument("--dion", type=Path, metavar="FOLDER", help="a checkout of microsoft/dion")
-    parser.add_argument("--docs", action="store_true", help="write the tables into docs/benchmarks.md, too; needs dion")
-    add_flag(parser)
     arguments = parser.parse_args(argv)
     if arguments.dion:
         sys.path.insert(0, str(arguments.dion.resolve()))
-    if arguments.docs and not dions():
-        parser.error("docs/benchmarks.md has a column of dion, and dion is not installed: pass --dion FOLDER")
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
-    load = Load(max(arguments.ranks), arguments.any_load or not arguments.rounds)
-    tables = {"exactness": exactness_table({ranks: on_ranks(beside_one, ranks) for ranks in arguments.ranks})}
-    print(f"how far updates are from those of one rank\n{tables['exactness']}\n", flush=True)
-    if arguments.rounds:
-        found = {ranks: on_ranks(taken, ranks, arguments.rounds) for ranks in arguments.ranks}
-        load.check()
-        fp64 = {precision: errors(precision) for precision in PRODUCTS}
-        tables["steps"] = f"{step_table(found, fp64)}\n\nMeasured on: {machine(load)}"
-        print(tables["steps"])
-        OUT.mkdir(exist_ok=True)
-        (OUT / "peers.json").write_text(json.dumps({"steps": found, "errors": fp64}, indent=2))
-    if arguments.docs:
-        for mark, lines in tables.items():
-            pages.put(PAGE, mark, lines)
+    load = Load(max(arguments.ranks), arguments.any_load)
+    figures: dict[str, Any] = {"machine": machine()}
+    print(f"a step of {len(FOUR_LAYERS)} matrices; {machine()}, one thread a rank")
+    for ranks in arguments.ranks:
+        for precision in arguments.precisions:
+            found = on_ranks(measured, ranks, precision, arguments.rounds)
+            load.check()
+            print(f"\n{ranks} ranks, {PRECISIONS[precision]}\n\n{table(found, precision)}", flush=True)
+            figures[f"{ranks} ranks, {PRECISIONS[precision]}"] = found
+    print(f"\n{load.words}")
+    write("peers", figures | {"load": load.words})
 
 
 if __name__ == "__main__":

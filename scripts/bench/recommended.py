@@ -5,7 +5,7 @@
 The line is ``build_optimizer(model, NAME, lr=RATE)``, with the rate that is best for AdamW times what the table of
 settings to begin with says of the optimizer. Nothing else is chosen. All runs take twenty minutes of an idle core. Each
 is kept in ``scripts/bench/results/recommended.json``, and what is there is not trained again. ``--docs`` puts the table
-into docs/benchmarks.md.
+into the page of benchmarks.
 """
 
 import argparse
@@ -18,11 +18,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
-from pages import markdown, put
+from pages import BENCHMARKS, markdown, put
+from timing import ROOT, machine
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
-from training import ROOT, machine
 
 from megatron_eopt import build_optimizer
 from megatron_eopt.settings.presets import TO_BEGIN_WITH
@@ -32,8 +32,6 @@ sys.path.insert(0, str(ROOT / "examples"))
 from small_model import CONTEXT, SmallModel
 
 RESULTS = ROOT / "scripts" / "bench" / "results" / "recommended.json"
-PAGE = "benchmarks.md"
-
 RATES = (1e-3, 3e-3, 1e-2)  # of AdamW
 NAMES = ("muon", "adaptive_muon", "soap", "kl_shampoo")
 SEEDS = (0, 1, 2)
@@ -41,8 +39,6 @@ WIDTH, LAYERS, HEADS = 128, 5, 4  # 1.06 million parameters
 STEPS, WARMUP, BATCH = 300, 20, 8
 HELD_OUT = 256  # sequences
 ONE_IN = 10  # files that no run trains on
-
-Key = tuple[str, float, int]  # optimizer, rate, seed
 
 
 def text() -> tuple[Tensor, Tensor]:
@@ -135,14 +131,14 @@ def table(runs: Runs) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """Make the runs that are missing, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--docs", action="store_true", help="write the table into docs/benchmarks.md, too")
+    parser.add_argument("--docs", action="store_true", help="write the table into the page, too")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     runs = Runs(RESULTS)
     made = table(runs)
     print(made)
     if options.docs:
-        put(PAGE, "recommended", made)
+        put(BENCHMARKS, "recommended", made)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@ from collections import Counter
 
 import pytest
 import torch
-from counting import HOST_READ, Operations, launches
-from launches import SETS, Launches, launches_of_step
+from counting import HOST_READ, Launches, Operations, launches, launches_of_step
+from models import SETS
 
 from megatron_eopt.matrices import GATE_UP, experts
 from megatron_eopt.optimizers.soap import SOAP

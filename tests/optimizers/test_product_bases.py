@@ -2,7 +2,7 @@
 
 import copy
 
-import launches
+import counting
 import pytest
 import torch
 
@@ -118,7 +118,7 @@ def test_dion_leaves_out_directions_that_a_gradient_lacks(on_a_gpu):
 
 def test_a_gpu_makes_no_basis_matrix_by_matrix():
     few, many = (
-        launches.launches_of_step("soap", [(256, 128)] * number, precondition_frequency=1).kernels for number in (2, 30)
+        counting.launches_of_step("soap", [(256, 128)] * number, precondition_frequency=1).kernels for number in (2, 30)
     )
     assert "linalg_qr" not in few + many
     assert many.total() < 1.2 * few.total()

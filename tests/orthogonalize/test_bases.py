@@ -1,6 +1,6 @@
 """Orthonormal bases by products: those of QR decompositions, orthonormal whatever comes, without a wait."""
 
-import launches
+import counting
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -137,7 +137,7 @@ def test_products_are_exact_whatever_is_set():
 def test_a_gpu_takes_as_many_launches_for_many_matrices_as_for_few(length, most):
     counts = []
     for number in (2, 36):
-        with FakeTensorMode(), launches.Launches() as counted:
+        with FakeTensorMode(), counting.Launches() as counted:
             x = torch.empty(number, length, length, device="cuda")
             orthonormal_columns(x, near=x)
         assert "linalg_qr" not in counted.kernels

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from launches import Launches
+from counting import Launches
 from step import RANKS
 from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -14,8 +14,8 @@ help:
 	@echo "make test-wide  run a wider subset, as CI does after make test"
 	@echo "make test-full  run all tests, with the long matrices"
 	@echo "make lint       check style and types"
-	@echo "make bench      time Newton-Schulz and tensor-parallel steps against public peers, count a step"
-	@echo "make gpu        check everything on a GPU and leave verdicts and pictures; without one, say what it would do"
+	@echo "make bench      time Newton-Schulz and steps on several ranks beside public peers, count a step"
+	@echo "make gpu        check the package on a GPU and leave verdicts; without one, say what it would do"
 	@echo "make compare    train a small GPT by the recommended line of each optimizer, and by AdamW at three rates"
 	@echo "make walk       count the files that a gradient passes in one step of each optimizer"
 	@echo "make scale      simulate a rank of thousands: plans, host time of steps, what ranks say to each other"
@@ -43,7 +43,6 @@ lint: venv
 
 bench: venv
 	@$(PYTHON) scripts/bench/newton_schulz.py
-	@$(PYTHON) scripts/bench/tensor_parallel.py
 	@$(PYTHON) scripts/bench/step.py
 	@$(PYTHON) scripts/bench/peers.py
 

@@ -58,8 +58,8 @@ def everyone(precision: str) -> dict[str, Contestant]:
     for mode in ("auto", "duplicated", "distributed", "owner", "gram", "blockwise"):
         found[f"ours, {mode}"] = of_megatron(TensorParallelMuon, precision, mode)
     found["ours, auto, fast"] = of_megatron(TensorParallelMuon, precision, "auto", coefficient_type="cubic5")
-    settings: dict[str, Any] = {"lr": 1e-3, "momentum": 0.95, "fp32_matmul_prec": precision}
-    found["ours, FSDP2"] = Contestant(lambda params, of: TensorParallelMuon(params, **settings), dtensors=True)
+    settings: dict[str, Any] = {"lr": 1e-3, "momentum": 0.95, "fp32_matmul_prec": precision, "tp_mode": "auto"}
+    found["ours, auto, FSDP2"] = Contestant(lambda params, of: TensorParallelMuon(params, **settings), dtensors=True)
     for mode in ("duplicated", "distributed", "blockwise"):
         found[f"Megatron, {mode}"] = of_megatron(MegatronsMuon, precision, mode)
     if precision == "medium":

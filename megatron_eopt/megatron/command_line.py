@@ -74,7 +74,8 @@ def _refuse_random_weights(args: argparse.Namespace) -> None:
 
     Megatron would begin with random weights.
     """
-    elsewhere = on(args, "pretrained_checkpoint", "non_persistent_ckpt_type", "enable_msc")  # where one may be, too
+    # where one may be, too; slime, which has the last one, loads a folder of Hugging Face's itself
+    elsewhere = on(args, "pretrained_checkpoint", "non_persistent_ckpt_type", "enable_msc", "hf_checkpoint")
     if args.load is None or elsewhere or loads_its_own(args):
         return
     if not Path(args.load, TRACKER).exists():

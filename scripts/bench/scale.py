@@ -21,6 +21,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from pages import markdown
+from timing import CPU, of_host
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
@@ -85,14 +86,9 @@ def step(shape: Shape, ranks: int, rounds: int = 9) -> float:
     try:
         layout = Layout(shape, by_rows(shape, ranks), dist.group.WORLD, "dp")
         spec = ParamSpec("weight", torch.float32, layout, iteration=NewtonSchulz())
-        engine, shard = Engine([spec], torch.device("cpu"), "owner"), torch.randn(layout.rectangle.shape)
-        seconds = []
+        engine, shard = Engine([spec], CPU, "owner"), torch.randn(layout.rectangle.shape)
         with mock.patch.object(whole, "orthogonalized", lambda stack, job: stack):
-            for _ in range(rounds + 1):
-                start = time.perf_counter()
-                engine.factors([0], [shard.clone()])
-                seconds.append(time.perf_counter() - start)
-        return 1e3 * statistics.median(seconds[1:])  # the first compiles the plan
+            return 1e3 * of_host(lambda: engine.factors([0], [shard.clone()]), rounds, CPU).median
     finally:
         dist.destroy_process_group()
 

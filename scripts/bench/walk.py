@@ -1,28 +1,23 @@
 """The walk of a gradient through one step: which files of the package it enters, how often, how deep.
 
-``make walk`` prints it, on one process and on two ranks; ``tests/test_walk.py`` compares the docs with it.
+``make walk`` prints it, on one process and on two ranks.
 """
 
-import os
 import sys
-import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from timing import on_ranks
 
 import megatron_eopt
-from megatron_eopt import TensorParallelMuon
-from megatron_eopt.family import OPTIMIZERS as TABLE
+from megatron_eopt.family import OPTIMIZERS
 
 PACKAGE = Path(megatron_eopt.__file__).parent
-
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {row.name: row.cls for row in TABLE.values()}
 
 
 @dataclass
@@ -96,23 +91,9 @@ def one_step(make: Callable[..., torch.optim.Optimizer], sharded: bool = False, 
     return walk(optimizer.step)
 
 
-def _rank(rank: int, folder: str, names: list[str]) -> None:
-    store = dist.FileStore(os.path.join(folder, "store"), 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    try:
-        found = {name: one_step(OPTIMIZERS[name], sharded=True) for name in names}
-    finally:
-        dist.destroy_process_group()
-    if rank == 0:
-        torch.save(found, os.path.join(folder, "found.pt"))
-
-
-def on_two_ranks(names: list[str]) -> dict[str, Walk]:
-    """The walks of one of two tensor-parallel ranks, by the names of the optimizers."""
-    with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(_rank, (folder, names), nprocs=2, start_method="forkserver")
-        found: dict[str, Walk] = torch.load(os.path.join(folder, "found.pt"), weights_only=False)
-    return found
+def of_all(rank: int = 0, ranks: int = 1) -> dict[str, Any]:
+    """The walk of every optimizer on one of so many tensor-parallel ranks."""
+    return {name: asdict(one_step(row.cls, sharded=ranks > 1)) for name, row in OPTIMIZERS.items()}
 
 
 def line(name: str, found: Walk) -> str:
@@ -123,15 +104,16 @@ def line(name: str, found: Walk) -> str:
 def main() -> None:
     """Print the walks of all optimizers, and the files of Muon's."""
     print(f"{'one process':<24}{'files':>7}{'calls':>8}{'depth':>7}{'stays':>7}")
-    for name, make in OPTIMIZERS.items():
-        print(line(name, one_step(make)))
+    alone = {name: Walk(**found) for name, found in of_all().items()}
+    for name, found in alone.items():
+        print(line(name, found))
     print("\ntwo ranks, TP=2")
-    both = on_two_ranks(list(OPTIMIZERS))
+    both = {name: Walk(**found) for name, found in on_ranks(of_all, 2).items()}
     for name, found in both.items():
         print(line(name, found))
-    alone = one_step(TensorParallelMuon).files
-    print("\nmuon:", ", ".join(alone))
-    print("with TP=2 also:", ", ".join(sorted({*both["muon"].files} - {*alone})))
+    files = alone["muon"].files
+    print("\nmuon:", ", ".join(files))
+    print("with TP=2 also:", ", ".join(sorted({*both["muon"].files} - {*files})))
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ class Record:
     modes: tuple = ("owner",)  # values of tp_mode, where it has that
     tolerance: float = 1e-11  # of the largest entry; in fp64 that is rounding, multiplied by the iteration at most
     calls: dict = field(default_factory=dict)  # collective -> calls in a step over TP=2, but for Muon's schemes
+    unbounded: bool = False  # whether updates are as large as gradients
     refuses: tuple = ()  # layouts, and parameters, of tests/distributed/layouts.py
 
 
@@ -79,7 +80,7 @@ RECORDS = defaultdict(Record) | {
     "schedule_free_adamw": Record(settings={"warmup_steps": 2, "weight_decay": 0.1}),
     "ademamix": Record(settings={"alpha_warmup": 2, "beta3_warmup": 4, "weight_decay": 0.1}),
     "scion": Record(settings={"radius": 1.0}, megatron="--muon-lr 4e-4 --muon-min-lr 4e-4"),
-    "polargrad": Record(megatron="--lr 1e-1 --min-lr 1e-1", calls=SUMS),
+    "polargrad": Record(megatron="--lr 1e-1 --min-lr 1e-1", calls=SUMS, unbounded=True),
     "muon_hyperball": Record(megatron="--lr 2e-2 --min-lr 2e-2", calls=SUMS),
     "mars_muon": Record(calls=SUMS),
     "dion": Record(

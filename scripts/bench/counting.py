@@ -9,6 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from models import declared
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
@@ -279,7 +280,7 @@ def launches_of_step(name: str, shapes: Sequence[tuple[int, ...]], **settings: A
     with ExitStack() as modes:
         modes.enter_context(without_kernels(counted))
         modes.enter_context(FakeTensorMode())
-        parameters = [torch.nn.Parameter(torch.empty(shape, device="cuda")) for shape in shapes]
+        parameters = [declared(torch.nn.Parameter(torch.empty(shape, device="cuda"))) for shape in shapes]
         for p in parameters:
             p.grad = torch.empty_like(p)
         optimizer = row.cls(parameters, **gathered(row.cls, settings))

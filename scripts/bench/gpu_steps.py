@@ -1,13 +1,14 @@
 """The parts of ``make gpu`` on whole steps: their bounds, every optimizer beside its peers, and kernel by kernel."""
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from gpu_run import Run, needs, without_waiting
-from models import CASES, SETS
+from models import CASES, SETS, declared
 from timing import copy_rate, in_a_row, matmul_rate, of_host, wait
 from torch import Tensor, nn
 from torch.autograd import DeviceType
@@ -16,12 +17,16 @@ from megatron_eopt import TensorParallelMuon
 from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.parallel.cost import Work, whole_flops
-from megatron_eopt.parallel.rectangles import Shape
 from megatron_eopt.settings.execution import gathered
 
 Build = Callable[[Sequence[Tensor]], Any]
 
-TINY = {"124M": [(96, 32), (32, 32), (128, 32), (32, 128)], "small": [(32, 32)] * 4}
+Shapes = Sequence[tuple[int, ...]]
+TINY: dict[str, Shapes] = {
+    "124M": [(96, 32), (32, 32), (128, 32), (32, 128)],
+    "small": [(32, 32)] * 4,
+    "experts": [(4, 32, 48)] * 2,
+}
 # Symmetric products are counted half.
 WORK = Work(schedule=NewtonSchulz().schedule, restarts=NewtonSchulz().restarts, share=0.5, itemsize=2)
 ENTRY_BYTES = 28  # of a step of Muon in fp32, as tests/optimizers/test_step_kernels_cost.py counts them
@@ -94,10 +99,15 @@ def ours(name: str, settings: dict[str, Any]) -> Build:
     return partial(cls, lr=1e-4, **gathered(cls, settings))
 
 
-def parameters_of(shapes: Sequence[Shape], device: torch.device) -> list[nn.Parameter]:
+def sets_of(run: Run) -> Mapping[str, Shapes]:
+    """The parameters of steps."""
+    return TINY if run.tiny else SETS
+
+
+def parameters_of(shapes: Shapes, device: torch.device) -> list[nn.Parameter]:
     """Parameters with gradients, the same in every call."""
     torch.manual_seed(0)
-    parameters = [nn.Parameter(torch.randn(shape, device=device)) for shape in shapes]
+    parameters = [declared(nn.Parameter(torch.randn(shape, device=device))) for shape in shapes]
     for p in parameters:
         p.grad = torch.randn_like(p)
     wait(device)
@@ -109,7 +119,7 @@ def steps(run: Run) -> None:
     rate = matmul_rate(run.device, torch.bfloat16)
     copied = copy_rate(run.device)
     run.figures["rates"] = {"matmul": rate, "copy": copied}
-    for name, shapes in (TINY if run.tiny else SETS).items():
+    for name, shapes in sets_of(run).items():
         with run.check(f"{name}: step of the matrices"):
             bound = OVER_LIMIT * limit(shapes, rate, copied)
             optimizer = TensorParallelMuon(parameters_of(shapes, run.device), lr=1e-4, weight_decay=0.1)
@@ -127,19 +137,20 @@ def steps(run: Run) -> None:
             del optimizer
 
 
-def limit(shapes: Sequence[Shape], rate: float, copied: float) -> float:
+def limit(shapes: Shapes, rate: float, copied: float) -> float:
     """Seconds that a step of Muon takes at the rates of the device: its operations, and after them its bytes."""
-    flops = sum(whole_flops(shape, WORK) for shape in shapes)
-    moved = ENTRY_BYTES * sum(rows * cols for rows, cols in shapes)
+    flops = sum(prod(stack) * whole_flops((rows, cols), WORK) for *stack, rows, cols in shapes)
+    moved = ENTRY_BYTES * sum(map(prod, shapes))
     return flops / rate + moved / copied
 
 
 def family(run: Run) -> None:
     """Whole steps of every optimizer at medium beside fused AdamW and other Muons: time, time of the host, memory."""
     plan = []
-    for model in TINY if run.tiny else SETS:
-        known = peers(ADAMW, "torch.optim.Muon", EMERGING) | muons(run)
-        plan += [(model, name, build) for name, build in (known | (relatives() if model == "124M" else {})).items()]
+    for model in sets_of(run):
+        known = peers(ADAMW) if model == "experts" else peers(ADAMW, "torch.optim.Muon", EMERGING)  # no stacks
+        known |= muons(run) | (relatives() if model == "124M" else {})
+        plan += [(model, name, build) for name, build in known.items()]
     plan += [("124M", name, build) for name, build in peers(GRAM, DION).items()]  # last: they compile
     adamw: dict[str, float] = {}
     for model, name, build in plan:
@@ -147,13 +158,13 @@ def family(run: Run) -> None:
         if not run.has_time(label, SECONDS_OF_ONE):
             continue
         with run.check(label):
-            found = run.figures[label] = measured(build, (TINY if run.tiny else SETS)[model], run)
+            found = run.figures[label] = measured(build, sets_of(run)[model], run)
             times = found["ms"] / adamw.setdefault(model, found["ms"])  # the first
             whole = ", ".join(f"{key} {value:.3g}" for key, value in found.items())
             run.tell(label, found["ms"], "ms", f"{whole}; {times:.2f} of AdamW's time")
 
 
-def measured(build: Build, shapes: Sequence[Shape], run: Run) -> dict[str, float]:
+def measured(build: Build, shapes: Shapes, run: Run) -> dict[str, float]:
     """Milliseconds of a step and of the host in it, and GiB of state and of the step's peak beside it."""
     parameters = parameters_of(shapes, run.device)
     before = allocated(run)
@@ -206,7 +217,7 @@ class Kernel(NamedTuple):
 def profile(run: Run) -> None:
     """Where the device time of a step goes, kernel by kernel: Muon everywhere, its relatives for 124M."""
     everyone = muons(run) | relatives()
-    sets = TINY if run.tiny else SETS
+    sets = sets_of(run)
     plan = [("124M", name) for name in PROFILED] + [(model, "muon") for model in sets if model != "124M"]
     for model, name in plan:
         label = f"{model}: {name}"
@@ -220,7 +231,7 @@ def profile(run: Run) -> None:
             run.tell(label, sum(x.ms for x in kernels), "ms", f"{calls:.0f} kernels: {most}")
 
 
-def kernels_of(build: Build, shapes: Sequence[Shape], run: Run) -> list[Kernel]:
+def kernels_of(build: Build, shapes: Shapes, run: Run) -> list[Kernel]:
     """The kernels of a step, the longest first; without a GPU the operations of the CPU."""
     optimizer = build(parameters_of(shapes, run.device))
     in_a_row(optimizer.step, 3, run.device)

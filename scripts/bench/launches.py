@@ -7,6 +7,7 @@ alike. Bytes are those of each operation's tensors, read and written once; what 
 
 import argparse
 import warnings
+from math import prod
 
 from counting import launches_of_step
 from models import CASES, SETS
@@ -23,8 +24,8 @@ def main() -> None:
         parser.error(f"unknown {', '.join(unknown)}: choose from {', '.join(CASES)}")
     warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
     shapes = SETS[args.set]
-    entries = sum(rows * cols for rows, cols in shapes)
-    print(f"{args.set}: {len(shapes)} matrices, {entries / 1e6:.0f} M entries")
+    entries = sum(map(prod, shapes))
+    print(f"{args.set}: {len(shapes)} parameters, {entries / 1e6:.0f} M entries")
     print(f"{'':32}{'launches':>10}{'bytes an entry':>16}")
     for label in args.names or CASES:
         name, settings = CASES[label]

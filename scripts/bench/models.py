@@ -1,10 +1,13 @@
 """The shapes and the optimizers that every script here times and counts."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch.nn import Parameter
+
 from megatron_eopt.family import OPTIMIZERS
-from megatron_eopt.matrices import WHOLE, Split, query_key_value
+from megatron_eopt.matrices import WHOLE, Split, experts, query_key_value
 from megatron_eopt.parallel.layout import Layout, split_layout
 from megatron_eopt.parallel.plan_records import Matrix
 from megatron_eopt.parallel.rectangles import Shape, cut
@@ -18,14 +21,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "soap": ("soap", {"precondition_frequency": 1}),
 }
 
-# The matrices of whole steps.
-SETS: dict[str, list[Shape]] = {
+# The parameters of whole steps; one with three dimensions is a stack of experts.
+SETS: dict[str, Sequence[tuple[int, ...]]] = {
     "124M": [(2304, 768), (768, 768), (3072, 768), (768, 3072)] * 12,
     "1.3B": [(6144, 2048), (2048, 2048), (8192, 2048), (2048, 8192)] * 24,
     "8B/8": [*[(4096, 4096), (1024, 4096)] * 2, *[(14336, 4096)] * 2, (4096, 14336)] * 4,  # four of 32 layers
     "small": [(512, 512)] * 400 + [(512, 2048)] * 200,
-    "experts": [(768, 2048)] * 768,
+    "experts": [(128, 768, 2048)] * 6,
 }
+
+
+def declared(p: Parameter) -> Parameter:
+    """A parameter that says so where it is a stack of experts."""
+    if p.ndim == 3:
+        p.logical_matrices = experts(len(p))  # type: ignore[attr-defined]
+    return p
+
 
 # Those of one orthogonalization. On the CPU layers of Llama-3 8B and Qwen3-30B-A3B at an eighth of their width.
 NEWTON_SCHULZ: dict[str, dict[str, tuple[int, ...]]] = {

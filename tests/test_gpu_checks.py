@@ -1,19 +1,15 @@
 """`make gpu` without a GPU: its parts are listed, their code runs with small shapes, and a wrong step is seen."""
 
 import argparse
-import sys
 from importlib import import_module
-from pathlib import Path
 
-import pytest
-import torch
-
-sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
 import gpu
 import gpu_checks
 import gpu_megatron
 import gpu_run
 import gpu_steps
+import pytest
+import torch
 
 CPU = torch.device("cpu")
 LONG = ("kernels", "family", "megatron")  # parts of minutes

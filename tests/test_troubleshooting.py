@@ -12,9 +12,9 @@ QUOTED = re.findall(r"(?<!<!-- output -->)\n\n```\n(.*?)```", PAGE, re.DOTALL)
 
 
 def text_of(node):
-    """A string of the code, with a line's end for each value that is put into it."""
+    """A string of the code, with a mark for each value that is put into it."""
     parts = node.values if isinstance(node, ast.JoinedStr) else [node]
-    return "".join(part.value if isinstance(part, ast.Constant) else "\n" for part in parts)
+    return "".join(part.value if isinstance(part, ast.Constant) else "\0" for part in parts)
 
 
 @pytest.fixture(scope="module")
@@ -23,9 +23,10 @@ def messages():
     nodes = [node for tree in trees for node in ast.walk(tree)]
     texts = [node for node in nodes if isinstance(node, ast.JoinedStr)]
     texts += [node for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-    return "\n".join(map(text_of, texts))
+    return "\n".join(" ".join(text_of(node).split()) for node in texts)
 
 
 @pytest.mark.parametrize("quoted", QUOTED)
 def test_a_quoted_message_is_one_of_the_package(quoted, messages):
-    assert not [part for part in quoted.split("...") if part.strip(" ,:\n") and part.strip(" ,:\n") not in messages]
+    parts = [part.strip(" ,:") for part in " ".join(quoted.split()).split("...")]
+    assert not [part for part in parts if part not in messages]

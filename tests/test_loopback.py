@@ -7,7 +7,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
 from tests.distributed.ranks import run_ranks
 from tests.megatron.listening import listeners
@@ -25,26 +24,10 @@ def assert_on_loopback(printed, ranks=2):
         assert all(each.is_loopback for each in addresses), of_rank
 
 
-def test_torchs_store_listens_on_all_interfaces():
-    """Else nothing here would be needed, and nothing that is tested below could fail."""
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    assert store.port
-    assert {"::", "0.0.0.0"} & set(listeners(os.getpid()))
-
-
 def test_the_launcher_of_the_demo_and_the_examples():
-    command = [
-        sys.executable,
-        ROOT / "examples/loopback.py",
-        "--nproc-per-node",
-        "2",
-        PROGRAM,
-        "gloo",
-        str(os.getpid()),
-    ]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": str(ROOT)}
-    )
+    command = [sys.executable, ROOT / "examples/loopback.py", "--nproc-per-node=2", PROGRAM, "gloo", str(os.getpid())]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0, done.stderr
     assert_on_loopback(done.stdout)
 

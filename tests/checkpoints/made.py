@@ -22,12 +22,6 @@ ARGS = {
     "group_query_attention": False,
     "kv_channels": 4,
     "swiglu": True,
-    "normalization": "RMSNorm",
-    "position_embedding_type": "rope",
-    "untie_embeddings_and_output_weights": True,
-    "add_bias_linear": False,
-    "add_qkv_bias": False,
-    "num_experts": None,
     "optimizer": "muon",
     "muon_scalar_optimizer": "adam",
     "muon_momentum": 0.95,
@@ -83,7 +77,7 @@ def sums(values):
     """The checksums that a run writes down, by their definition, in Python's integers."""
     found = {}
     for key, value in values.items():
-        size = {1: torch.int8, 2: torch.int16, 4: torch.int32}[value.element_size()]
+        size = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[value.element_size()]
         bits = value.contiguous().view(-1).view(size).tolist()
         total = sum(bit * (index * 0x1E3779B97F4A7C14 + 1) for index, bit in enumerate(bits))
         found[key] = (total % 2**64, len(bits))

@@ -69,7 +69,7 @@ def test_a_save_that_did_not_finish(tmp_path):
 def test_damaged_metadata(tmp_path):
     folder = save(tmp_path / "checkpoint")
     metadata = (folder / ".metadata").read_bytes()
-    for size in (0, 1, len(metadata) // 2, len(metadata) - 1):
+    for size in (0, len(metadata) // 2):
         (folder / ".metadata").write_bytes(metadata[:size])
         refused(folder, ".metadata cannot be loaded", "take another checkpoint")
     (folder / ".metadata").write_bytes(pickle.dumps([1]))

@@ -93,15 +93,14 @@ def attempt(names):
     return 0
 
 
-DEADLY = {name for name in CASES if name.startswith("a deep tuple")}  # of which Python takes a hash, in any load
+DEADLY = ["a deep tuple for a key"]  # of which Python takes a hash, in any load
 
 
-@pytest.mark.parametrize("names", [sorted(CASES.keys() - DEADLY), *([name] for name in sorted(DEADLY))], ids=len)
+@pytest.mark.parametrize("names", [sorted(CASES.keys() - DEADLY), DEADLY], ids=len)
 def test_what_would_do_harm_does_nothing(names):
     status, said = limits.run(lambda: attempt(names))
     assert not MARK.exists()
-    if not DEADLY.issuperset(names):
-        assert status == 0, said
+    assert status == 0 or names == DEADLY, said
 
 
 def equal(one, other):
@@ -112,8 +111,6 @@ def equal(one, other):
             return one.dtype.kind == other.dtype.kind and numpy.array_equal(one, other)
         case torch.Generator():
             return torch.equal(one.get_state(), other.get_state())
-        case io.BytesIO():
-            return one.getvalue() == other.getvalue()
         case dict():
             return list(one) == list(other) and all(equal(one[key], other[key]) for key in one)
         case list() | tuple():
@@ -134,7 +131,6 @@ WRITTEN = {
         torch.get_rng_state(),
         torch.Generator().manual_seed(3),
     ],
-    "files": io.BytesIO(b"abc"),
 }
 
 
@@ -215,68 +211,26 @@ def test_no_bytes_are_taken_for_objects(code):
 
 
 PIECES = [
-    *(named(*path.rsplit(".", 1)) for path in NAMES),
-    *(named(*each) for each in [("posix", "mkdir"), ("builtins", "exec"), ("builtins", "getattr"), ("os", "system")]),
-    *(b"N", b"\x88", b"K\1", b"K\0", number(2**40), text("a"), text("latin1"), text("cpu"), text("__class__"), b"C\1a"),
-    *(b")", b"]", b"}", b"\x8f", b"(", b"(", b"t", b"\x85", b"\x86", b"\x87", b"R", b"R", b"R", b"\x81", b"\x81"),
-    *(b"b", b"b", b"s", b"a", b"u", b"e", b"\x90", b"\x91", b"\x94", b"q\0", b"q\1", b"h\0", b"h\1", b"Q"),
+    *(named(*path.rsplit(".", 1)) for path in (*NAMES, "posix.mkdir", "builtins.exec", "builtins.getattr")),
+    *(number(2**40), text("a"), text("cpu"), text("__class__")),
+    *([b"R"] * 3 + [b"\x81"] * 2 + [b"b"] * 2),  # what calls, more often than other operations
     *(called("argparse", "Namespace"), called("_io", "BytesIO"), called("torch", "device", text("cpu"))),
     called("numpy", "dtype", text("u4"), b"\x89", b"\x88"),
-    b"}(" + text("a") + b"K\1u",
-    b"(NNNtb",
     *(bytes([code]) for code in range(256) if bytes([code]) not in b"rpj"),  # places of the memo take memory
 ]
 BEFORE = state_of_the_process()
-
-
-def assert_nothing_is_done(data):
-    with limits.deeds() as done:
-        for load in ways(data):
-            with contextlib.suppress(Exception):  # but none that ends a process
-                load()
-    assert unexpected(done) == []
-    assert state_of_the_process() == BEFORE
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @settings(max_examples=300, deadline=None)
 @given(pieces=st.lists(st.sampled_from(PIECES), max_size=40))
 def test_no_program_does_anything(pieces):
-    assert_nothing_is_done(raw(*pieces))
-
-
-GOOD = [
-    *(pickle.dumps(value, protocol) for value in WRITTEN.values() for protocol in (2, 4)),
-    *(value for name, value in CASES.items() if len(value) < 20_000 and "far place" not in name),
-]
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-@settings(max_examples=300, deadline=None)
-@given(data=st.data())
-def test_no_change_of_a_pickle_does_anything(data):
-    changed = bytearray(data.draw(st.sampled_from(GOOD)))
-    for _ in range(data.draw(st.integers(1, 4))):
-        at = data.draw(st.integers(0, len(changed)))
-        new = data.draw(st.sampled_from(PIECES) | st.binary(max_size=3))
-        changed[at : at + data.draw(st.integers(0, 3))] = new
-    assert_nothing_is_done(bytes(changed))
-
-
-def test_flipped_bits_of_metadata(tmp_path, capsys):
-    """Each is another checkpoint or none, and the command says which."""
-    folder = save(tmp_path / "checkpoint", tensors())
-    sound = (folder / ".metadata").read_bytes()
-    main(["verify-checkpoint", "--no-data", str(folder)])  # which imports modules
-    flips = random.Random(0)
-    for _ in range(250):
-        changed = bytearray(sound)
-        changed[flips.randrange(len(sound))] ^= 1 << flips.randrange(8)
-        (folder / ".metadata").write_bytes(changed)
-        with limits.deeds() as done:
-            assert main(["verify-checkpoint", "--no-data", str(folder)]) in (0, 1, 2)
-        assert unexpected(done) == []
-    assert "Traceback" not in capsys.readouterr().err
+    with limits.deeds() as done:
+        for load in ways(raw(*pieces)):
+            with contextlib.suppress(Exception):  # but none that ends a process
+                load()
+    assert unexpected(done) == []
+    assert state_of_the_process() == BEFORE
 
 
 # Where code may be in a checkpoint.
@@ -291,8 +245,6 @@ def with_code(folder, place, code):
         more["rerun_state_machine_state/shard_1_2"] = {"state": code}
     elif place == "extra state, in a list":
         more[EXTRA] = [byte_tensor(pickle.dumps(code))]
-    elif place == "extra state, as a tensor":
-        more[EXTRA] = byte_tensor(pickle.dumps(code))
     save(folder, {**tensors(), **more}, state)
     if place == "metadata":
         made.change_layout(folder, lambda metadata: setattr(metadata, "planner_data", code))
@@ -307,7 +259,6 @@ PLACES = {  # exit status of verify-checkpoint: 2 where nothing can be read with
     "common.pt": (2, "the common state (arguments, iteration, parameter groups) names exec"),
     "object of a rank": (1, "rerun_state_machine_state/shard_1_2 in __0_0.distcp names exec"),
     "extra state, in a list": (1, f"{EXTRA} in __0_0.distcp names builtins.exec"),
-    "extra state, as a tensor": (1, f"{EXTRA} in __0_0.distcp names builtins.exec"),
 }
 
 
@@ -330,7 +281,6 @@ def test_one_problem_for_what_is_in_many_places(tmp_path):
     contents = read_contents(save(tmp_path / "checkpoint", {**tensors(), **more}))
     (problem,) = check_pickles(contents)
     assert "and 7 more names posix.mkdir" in problem.what
-    assert "--trust-checkpoint-globals" in problem.what
 
 
 # A run of ours, in this process.
@@ -378,17 +328,6 @@ def test_what_the_environment_says_of_loads_is_put_aside(tmp_path, redirected, m
             resumed(harmful, "rerun_state_machine_state/shard_1_2")
     assert not (tmp_path / "mark").exists()
     assert {name: os.environ[name] for name in os.environ if "WEIGHTS_ONLY" in name} == {forced: "1"}
-
-
-def test_an_archive_that_torch_reads_otherwise(tmp_path, redirected):
-    """In its own reader, the name in the Unicode field does not count."""
-    code = pickle.dumps(Call(exec, (f"open({str(tmp_path / 'mark')!r}, 'w')",)), 2)
-    folder = save(tmp_path / "checkpoint", {**tensors(), "objects/shard_0_1": {"a": 1}})
-    made.put_archive(folder, "objects", with_pickle(code, hidden=True))
-    assert main(["verify-checkpoint", "--no-data", str(folder)]) == 1
-    with gate.reading(), pytest.raises(dcp.api.CheckpointException, match="exec"):
-        resumed(folder, "objects/shard_0_1")
-    assert not (tmp_path / "mark").exists()
 
 
 @pytest.fixture

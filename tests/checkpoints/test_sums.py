@@ -76,10 +76,6 @@ def io_of(folder, key):
 
 MALFORMED = [
     "a text",
-    {},
-    [],
-    {"norm": 5},
-    {"norm": (5,)},
     {"norm": (5, "8")},
     {"norm": (5, 9)},  # entries, of which it has 8
     {"norm": None},

@@ -103,32 +103,7 @@ def test_a_kind_of_decay_that_contradicts_the_flag_is_refused(kind, decay):
     assert opt.param_groups[0]["weight_decay_method"] is None
 
 
-@pytest.mark.parametrize("key", ["nesterov", "use_decoupled_weight_decay", "split_qkv"])
-@pytest.mark.parametrize("value", [0.1, None])
-def test_a_flag_that_is_no_bool_is_a_type_error(kind, key, value):
-    key = kind.nesterov if key == "nesterov" else key
-    message = rf"{key} must be True or False, got {value!r}"
-    (p,) = parameters(SHAPES[:1])
-    with pytest.raises(TypeError, match=message):
-        kind.made([p], **{key: value})
-    if key == "split_qkv":
-        return
-    opt = kind.made([p])
-    saved = opt.state_dict()
-    saved["param_groups"][0][key] = value
-    with pytest.raises(TypeError, match=message):
-        kind.made([{"params": [p], key: value}])
-    with pytest.raises(TypeError, match=message):
-        opt.load_state_dict(saved)
-    opt.param_groups[0][key] = value
-    before = p.detach().clone()
-    with pytest.raises(TypeError, match=message):
-        run(opt, [p], gradients(SHAPES[:1], 1))
-    assert torch.equal(p, before)
-
-
 OLD_GROUPS = [  # of releases of Megatron and of emerging-optimizers, and of ours before
-    ({"momentum_beta": BETA}, {}),
     ({"momentum": BETA}, {}),
     ({}, {"momentum": BETA}),
     ({"momentum": BETA, "nesterov": True, "use_decoupled_weight_decay": True}, {"nesterov": False}),

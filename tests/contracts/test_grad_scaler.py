@@ -9,7 +9,6 @@ from torch.amp import GradScaler
 
 from megatron_eopt import OptimizerConfig, build_optimizer
 from megatron_eopt.family import OPTIMIZERS
-from megatron_eopt.optimizers.with_adamw import Muon
 from tests.optimizers.family import build, options
 from tests.plain.made import assert_same, parameters
 
@@ -111,24 +110,3 @@ def test_a_copy_and_a_loaded_optimizer_are_unscaled_too():
     for trained, optimizer in ((copied, other), (scaled, resumed)):
         train(trained, optimizer, [2, 3], scaler_of())
         assert_same(trained.state_dict(), plain.state_dict())
-
-
-def test_unscaling_twice_is_refused_as_by_torch():
-    trained, scaler = model(), scaler_of()
-    optimizer = optimizer_of(trained)
-    scaler.scale(trained(torch.arange(7)).sum()).backward()
-    scaler.unscale_(optimizer)
-    with pytest.raises(RuntimeError, match=r"unscale_\(\) has already been called"):
-        scaler.unscale_(optimizer)
-
-
-def test_muon_built_by_hand_is_unscaled():
-    """Also with an AdamW without gradients, and with none."""
-    for rest in ([{"params": parameters((3,)), "lr": 0.1}], []):
-        [p], [q] = parameters((6, 4)), parameters((6, 4))
-        p.grad = torch.ones(6, 4)
-        Muon([p], copy.deepcopy(rest)).step()
-        scaler = scaler_of()
-        q.grad = torch.ones(6, 4) * scaler.scale(torch.ones(()))
-        scaler.step(Muon([q], rest))
-        assert torch.equal(p, q)

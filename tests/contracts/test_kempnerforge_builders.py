@@ -77,8 +77,3 @@ def test_the_originals_config_builds_every_one_of_its_names(name):
         assert all(group["betas"] == (0.8, 0.9) for group in inner.param_groups)
         losses = train(model, optimizer)
         assert losses[-1] < losses[0]
-
-
-def test_a_setting_of_another_config_is_checked_as_ours_are():
-    with pytest.raises(ValueError, match="number of Newton-Schulz steps must be a whole number of at least 1"):
-        build_optimizer(Model(), OptimizerConfig(name="muon", muon_ns_steps=0))

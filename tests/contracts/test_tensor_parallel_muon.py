@@ -6,18 +6,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_eopt import TensorParallelAdaptiveMuon, TensorParallelMuon
+from megatron_eopt import TensorParallelMuon
 from megatron_eopt.matrices import Split
-from megatron_eopt.optimizers import PolarGrad
 from tests.contracts.made import (
     BETA,
     DECAY,
     LR,
-    METHODS,
     MUON,
-    assert_equal,
     assert_near,
-    decayed,
     gradients,
     iterated,
     parameters,
@@ -37,37 +33,6 @@ def test_all_arguments_by_position():
     )
     run(opt, params, steps)
     assert_near(params, expected)
-
-
-@pytest.mark.parametrize("kind", METHODS)
-@pytest.mark.parametrize(
-    "given", [{"cls": PolarGrad}, {"cls": TensorParallelAdaptiveMuon, "moment2_method": "adamuon"}]
-)
-def test_kinds_of_weight_decay_of_relatives(kind, given):
-    by_argument, by_group, expected = parameters(), parameters(), parameters()
-    (of_step,) = steps = gradients(steps=1)
-    run(MUON.made(by_argument, weight_decay_method=kind, **given), by_argument, steps)
-    run(MUON.made([{"params": by_group, "weight_decay_method": kind}], **given), by_group, steps)
-    assert_equal(by_argument, by_group)
-    # the first step of the same optimizer without decay, from where decay puts the parameter or the gradient
-    start = []
-    for p, g in zip(expected, of_step, strict=True):
-        decayed_p, decayed_g = decayed(p.detach(), g, kind)
-        p.data = decayed_p
-        start.append(decayed_g)
-    run(MUON.made(expected, **{**given, "weight_decay": 0.0}), expected, [start])
-    assert_near(by_argument, expected)
-
-
-def test_namo_refuses_decay_in_the_gradient():
-    with pytest.raises(ValueError, match=r"namo compares the norms .* which L2 decay would add to"):
-        MUON.made(parameters(), TensorParallelAdaptiveMuon, moment2_method="namo", weight_decay_method="l2")
-    opt = MUON.made(parameters(), TensorParallelAdaptiveMuon, moment2_method="namo")
-    params, before = opt.param_groups[0]["params"], parameters()
-    opt.param_groups[0].update(use_decoupled_weight_decay=False)
-    with pytest.raises(ValueError, match="namo compares the norms"):
-        run(opt, params, gradients(steps=1))
-    assert_equal(params, before)
 
 
 def test_the_positional_order_of_emerging_optimizers_is_refused():
@@ -112,16 +77,6 @@ def test_settings_that_orthogonalize_is_given_count(known):
         opt.orthogonalize(x, g.mT)
     # and change nothing for the parameters
     torch.testing.assert_close(opt.orthogonalize(p, g), 0.5 * spectral(6, 4) * iterated(g, 10))
-
-
-def test_three_dimensions_are_refused_unless_they_are_declared():
-    stack = torch.nn.Parameter(torch.ones(2, 3, 4))
-    with pytest.raises(ValueError, match="or declare a stack of 2 matrices"):
-        TensorParallelMuon([stack])
-    stack.logical_matrices = Split(stacked=2)
-    opt = TensorParallelMuon([stack])
-    with pytest.raises(ValueError, match=r"TensorParallelMuon orthogonalizes matrices, but p has shape \(3,\)"):
-        opt.orthogonalize(torch.ones(3), torch.ones(3))
 
 
 def _on_two_ranks(rank, _):

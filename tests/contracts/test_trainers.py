@@ -16,7 +16,7 @@ from tests.distributed.test_plain import INNER, NAMES, Model, optimizer_of, trai
 
 pytestmark = [pytest.mark.wide, pytest.mark.filterwarnings("ignore")]
 
-SOME = ["muon", "soap", "polargrad", "lion"]
+SOME = ["muon", "soap", "lion"]
 
 
 def declared(model):
@@ -196,41 +196,6 @@ def test_lightning_clips_and_resumes_as_a_loop_does(name, tmp_path):
     for wanted, found, again in zip(model.parameters(), straight.parameters(), resumed.parameters(), strict=True):
         torch.testing.assert_close(found, wanted)
         assert torch.equal(found, again)
-
-
-@pytest.mark.parametrize("name", SOME)
-def test_lightnings_manual_optimization_of_two_models_trains_both(name, tmp_path):
-    import lightning.pytorch as pl
-
-    class Module(pl.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.automatic_optimization = False
-            self.models = nn.ModuleList([parts(), parts()])
-
-        def configure_optimizers(self):
-            return [of(model, name)[0] for model in self.models]
-
-        def training_step(self, tokens, index):
-            for optimizer, model in zip(self.optimizers(), self.models, strict=True):
-                self.toggle_optimizer(optimizer)  # it freezes what param_groups do not have
-                optimizer.zero_grad()
-                self.manual_backward(loss_of(model, tokens))
-                optimizer.step()
-                self.untoggle_optimizer(optimizer)
-
-    module = Module()
-    before = copy.deepcopy(module.models)
-    pl.Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-    ).fit(module, torch.utils.data.DataLoader(BATCHES, batch_size=None))
-    for (key, parameter), start in zip(module.models.named_parameters(), before.parameters(), strict=True):
-        assert not torch.equal(parameter, start), key
 
 
 @pytest.mark.parametrize("name", SOME)

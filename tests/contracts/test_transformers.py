@@ -4,13 +4,9 @@ import logging
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from megatron_eopt.plain import OptimizerConfig, build_optimizer
 from tests.contracts.test_hugging_face import EXACT, assert_orthogonal
-from tests.distributed.ranks import run_ranks
-from tests.distributed.shards import whole
 
 pytestmark = pytest.mark.wide
 
@@ -103,41 +99,3 @@ def test_experts_are_matrices_and_train(name, caplog):
         for matrix, moved in zip(old, matrices_of(stack), strict=True):
             assert_orthogonal(matrix, moved, LR)
     assert losses_of(model, optimizer, 9)[-1] < first[0]
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_soap_takes_experts(name):
-    model = model_of(name)
-    optimizer = build_optimizer(model, OptimizerConfig(name="soap", lr=LR))
-    losses = losses_of(model, optimizer, 6)
-    assert losses[-1] < losses[0]
-
-
-def trained(name, ranks):
-    """Parameters after some steps with the same tokens on all ranks, and the schemes of experts."""
-    model = model_of(name)
-    if ranks > 1:
-        mesh = init_device_mesh("cpu", (ranks,))
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-    optimizer = build_optimizer(model, OptimizerConfig(name="muon", lr=LR, options=EXACT))
-    losses_of(model, optimizer, 3)
-    plan = optimizer.matrices.prepare().plan
-    schemes = {bucket.scheme for bucket in plan.buckets if "expert " in plan.one_of(bucket).name}
-    return {key: whole(p) for key, p in model.named_parameters()}, schemes
-
-
-def under_fsdp2(rank, ranks):
-    return {name: trained(name, ranks) for name in MODELS}
-
-
-def test_experts_under_fsdp2_train_as_on_one_process():
-    """Of four experts a layer three ranks have two, two and none."""
-    (found, *_) = run_ranks(under_fsdp2, 3)
-    for name, (parameters, schemes) in found.items():
-        assert schemes - {"local"} == {"owner"}, name
-        for key, expected in trained(name, 1)[0].items():
-            torch.testing.assert_close(
-                parameters[key], expected, rtol=0, atol=1e-4, msg=lambda m, key=key: f"{key}: {m}"
-            )

@@ -215,8 +215,6 @@ REFUSED = [  # a class, its settings, a function that is set, and what is said o
     (TensorParallelAdaptiveMuon, {}, {"scaled_orthogonalize_fn": torch.sign}, "which makes scaled updates; .*_fn"),
     (TensorParallelAdaptiveMuon, {}, {"orthogonalize": lambda p, x: x}, "which makes scaled updates; .*_fn"),
     (PolarGrad, {}, {"scale_factor_fn": rms_scale}, "scale_factor_fn has no effect here: the size of an update is"),
-    (Scion, {}, {"scale_factor_fn": rms_scale}, "scale_factor_fn has no effect here"),
-    (MuonHyperball, {}, {"scale_factor_fn": rms_scale}, "scale_factor_fn has no effect here"),
     (
         TensorParallelMuon,
         {"execution": Execution(offload_fraction=0.5)},
@@ -233,23 +231,7 @@ def test_a_function_that_cannot_serve_is_refused_before_a_step(cls, settings, fu
     refused(opt, (TypeError, ValueError), message)
 
 
-@pytest.mark.parametrize(
-    ("function", "own", "setting"),
-    [
-        ("orthogonalize_fn", polar, {"num_ns_steps": 10}),
-        ("orthogonalize_fn", polar, {"coefficient_type": "simple"}),
-        ("scaled_orthogonalize_fn", polar, {"num_ns_steps": 10}),
-        ("scaled_orthogonalize_fn", polar, {"scale_mode": "unit_rms_norm"}),
-        ("scale_factor_fn", rms_scale, {"extra_scale_factor": 2.0}),
-    ],
-)
-def test_settings_of_a_group_that_a_function_takes_the_place_of_are_refused(function, own, setting):
-    ((key, value),) = setting.items()
-    for later in (False, True):
-        opt = TensorParallelMuon([{"params": parameters(), **({} if later else setting)}], **SAME)
-        setattr(opt, function, own)
-        opt.param_groups[0].update(setting)
-        refused(opt, ValueError, f"{key} has no effect here, got {value!r}: {function} of your own")
+# What a constructor was given.
 
 
 def test_copies_and_pickles_keep_the_functions():
@@ -259,23 +241,6 @@ def test_copies_and_pickles_keep_the_functions():
         own = each.param_groups[0]["params"]
         steps(each, own, range(1))
         assert_near(own, expected, 0)
-
-
-# What a constructor was given.
-
-
-def test_a_precision_that_is_set_is_in_force_and_execution_cannot_be_set():
-    opt, expected = (TensorParallelMuon(parameters(), **SAME) for _ in range(2))
-    steps(opt, opt.param_groups[0]["params"], range(1))
-    steps(expected, expected.param_groups[0]["params"], range(1))
-    other = TensorParallelMuon(expected.param_groups[0]["params"], **{**SAME, "fp32_matmul_prec": "medium"})
-    other.load_state_dict(expected.state_dict())
-    opt.fp32_matmul_prec = "medium"
-    steps(opt, opt.param_groups[0]["params"], range(1, 3))
-    steps(other, other.param_groups[0]["params"], range(1, 3))
-    assert_near(opt.param_groups[0]["params"], other.param_groups[0]["params"], 0)
-    with pytest.raises(AttributeError, match="'execution' of 'TensorParallelMuon' object has no setter"):
-        opt.execution = Execution(momentum_dtype=torch.bfloat16)
 
 
 # On two ranks.

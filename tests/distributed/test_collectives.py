@@ -6,7 +6,6 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore  # importing it makes the backend known
 
 from megatron_eopt.parallel import collectives
 from megatron_eopt.parallel.collectives import counters
@@ -72,11 +71,6 @@ def every_collective(rank, ranks):
         "reduce": (2, 2 * ranks * 4 if rank else 0),
     }
 
-    # several at once, taken in another order than they were started
-    pending = [collectives.all_reduce(numbers + step, group) for step in range(8)]
-    for step in reversed(range(8)):
-        assert torch.equal(pending[step].wait(), total + ranks * step)
-
     # flags on the CPU, in groups that are made with a name for each device, or for one of them
     for name in ("cpu:gloo", "gloo", None):
         made = dist.new_group(backend=name)
@@ -88,7 +82,7 @@ def every_collective(rank, ranks):
     return True
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_collectives(ranks):
     assert all(run_ranks(every_collective, ranks))
 
@@ -142,7 +136,6 @@ class Group:
         (Group("meta"), "meta"),  # init_process_group() on a GPU, "nccl", "cuda:nccl"
         (Group("meta", "cpu"), "cpu"),  # "gloo", "cpu:gloo,cuda:nccl", in whatever order torch lists them
         (Group("cpu", "meta"), "cpu"),
-        (Group("cpu"), "cpu"),
         (Group(), "cpu"),  # nothing was sent yet, and the backend is made when something is
     ],
 )
@@ -155,19 +148,3 @@ def test_tensors_are_sent_from_a_device_that_the_group_has_a_backend_for(group, 
     if group._device_types != [torch.device("cpu")]:  # what is on the GPU stays there
         assert collectives.lowest(torch.ones(3, device="meta"), group).is_meta
         assert sent == [of_cpu, "meta"]
-
-
-def test_a_group_of_another_device_gets_its_tensors_there(monkeypatch):
-    """torch itself refuses a tensor on the CPU here, whose group has no name that would say why."""
-    dist.init_process_group("meta:fake", store=FakeStore(), rank=0, world_size=2)
-    try:
-        with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
-            dist.all_reduce(torch.ones(3))
-        sent = []
-        real = dist.all_reduce
-        monkeypatch.setattr(dist, "all_reduce", lambda x, *args, **kwargs: (sent.append(x), real(x, *args, **kwargs)))
-        with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):  # its way back
-            collectives.lowest(torch.ones(3), dist.group.WORLD)
-        assert [x.device.type for x in sent] == ["meta"]
-    finally:
-        dist.destroy_process_group()

@@ -20,7 +20,7 @@ from megatron_eopt.parallel import collectives as groups
 from megatron_eopt.parallel.collectives import joint_group
 from megatron_eopt.parallel.dtensor import _rectangles, layout_of_dtensor
 from megatron_eopt.parallel.layout import on_one_rank
-from megatron_eopt.parallel.rectangles import Rectangle, cut_at
+from megatron_eopt.parallel.rectangles import Rectangle
 from tests.distributed.ranks import run_ranks
 from tests.distributed.shards import part_of
 
@@ -56,53 +56,18 @@ def check(x, full=None):
     return layout
 
 
-def linears():
-    return nn.Sequential(nn.Linear(5, 7, bias=False), nn.Linear(7, 3, bias=False), nn.Linear(3, 1, bias=False))
-
-
-def fsdp(mesh):
-    """Weights of modules under FSDP2, whose entries are those that FSDP2 itself cut."""
-    model = linears()
-    for layer in model:
-        layer.weight.data.copy_(matrix(layer.weight.shape))
-        fully_shard(layer, mesh=mesh)
-    return [layer.weight for layer in model]
-
-
-def one_dimension(rank, ranks):
-    mesh = DeviceMesh("cpu", torch.arange(ranks), mesh_dim_names=("fsdp",))
-    if rank >= ranks:
-        return
-    for shape, dim in product(SHAPES, (0, 1)):
-        x = spread(matrix(shape), mesh, [Shard(dim)])
-        layout = check(x)
-        assert layout.label == f"fsdp={ranks}"
-        size = -(-shape[dim] // ranks)
-        assert layout.rectangles == cut_at(shape, dim, [min(i * size, shape[dim]) for i in range(ranks + 1)])
-        assert layout.dim == dim
-    assert check(spread(matrix((7, 5)), mesh, [Replicate()])) == on_one_rank((7, 5))
-    for weight in fsdp(mesh):
-        assert weight.placements == (Shard(0),)
-        assert layout_of_dtensor(weight).group is mesh.get_group()
-        check(weight)
-
-
 def two_dimensions(rank):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     for shape in SHAPES:
         for placements in product([Shard(0), Shard(1), _StridedShard(0, split_factor=2)], [Shard(0), Shard(1)]):
             if isinstance(placements[0], _StridedShard) and placements[1] != Shard(0):
                 continue
-            x = spread(matrix(shape), mesh, placements)
-            layout = check(x)
+            layout = check(spread(matrix(shape), mesh, placements))
             assert layout.group is dist.group.WORLD
             assert layout.label == "dp=2,tp=2"
         # HSDP: the group is that of the dimension that cuts
         layout = check(spread(matrix(shape), mesh, [Replicate(), Shard(0)]))
         assert layout.group is mesh.get_group("tp")
-        layout = check(spread(matrix(shape), mesh, [Shard(1), Replicate()]))
-        assert layout.group is mesh.get_group("dp")
-        assert layout.label == "dp=2"
     # a mesh whose order is not that of the ranks
     turned = DeviceMesh("cpu", torch.tensor([[3, 1], [2, 0]]), mesh_dim_names=("dp", "tp"))
     layout = check(spread(matrix((8, 6)), turned, [Shard(0), Shard(1)]))
@@ -110,13 +75,6 @@ def two_dimensions(rank):
     row = [3, 1] if rank % 2 else [2, 0]
     layout = check(spread(matrix((8, 6)), turned, [Replicate(), Shard(0)]))
     assert sorted(dist.get_process_group_ranks(layout.group)) == sorted(row)
-
-
-def hybrid(rank):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    for weight in fsdp(mesh):
-        assert weight.placements == (Replicate(), Shard(0))
-        assert check(weight).group is mesh.get_group("shard")
 
 
 def fsdp_over_tp(rank):
@@ -181,14 +139,6 @@ def refused(rank):
             layout_of_dtensor(x)
 
 
-def meshes_with_dimensions_of_one_rank(rank):
-    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "tp", "one"))
-    assert check(spread(matrix((8, 6)), mesh, [Shard(0), Replicate(), Shard(0)])).label == "dp=2"
-    wide = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("pp", "fsdp", "tp"))
-    stage = wide["fsdp", "tp"]
-    assert check(spread(matrix((7, 5)), stage, [Shard(0), Shard(1)])).group is dist.group.WORLD
-
-
 def groups_that_have_to_be_made(rank):
     halves = ((0, 3), (1, 2))
     own = halves[rank in (1, 2)]
@@ -205,45 +155,15 @@ def groups_that_have_to_be_made(rank):
 
 
 def four_ranks(rank, ranks):
-    for size in (2, 3, 4):
-        one_dimension(rank, size)
     two_dimensions(rank)
-    hybrid(rank)
     fsdp_over_tp(rank)
     more_dimensions_of_a_tensor(rank)
     refused(rank)
-    meshes_with_dimensions_of_one_rank(rank)
     groups_that_have_to_be_made(rank)
 
 
 def test_pieces_are_what_ranks_hold():
     run_ranks(four_ranks, 4)
-
-
-def three_dimensions(rank, ranks):
-    replicated = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
-    placements = [Replicate(), _StridedShard(0, split_factor=2), Shard(0)]
-    layouts = [check(spread(matrix(shape), replicated, placements)) for shape in SHAPES]
-    assert all(layout.group is layouts[0].group for layout in layouts)
-    assert dist.get_process_group_ranks(layouts[0].group) == ([0, 1, 2, 3] if rank < 4 else [4, 5, 6, 7])
-    # the ranks that the outer and the inner dimension join are not consecutive
-    outer = check(spread(matrix((8, 6)), replicated, [Shard(0), Replicate(), Shard(1)]))
-    assert dist.get_process_group_ranks(outer.group) == ([0, 1, 4, 5] if rank % 4 < 2 else [2, 3, 6, 7])
-    assert outer.label == "replicate=2,tp=2"
-
-    # pipeline stages with meshes of their own: only those of one ask for the group
-    stages = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "fsdp", "tp"))
-    stage = stages["fsdp", "tp"]
-    if rank < 4:
-        layout = check(spread(matrix((7, 5)), stage, [Shard(0), Shard(1)]))
-        assert dist.get_process_group_ranks(layout.group) == [0, 1, 2, 3]
-        assert layout.rectangles[0] == Rectangle(0, 4, 0, 3)
-    dist.barrier()
-
-
-@pytest.mark.full
-def test_meshes_of_three_dimensions():
-    run_ranks(three_dimensions, 8)
 
 
 @st.composite

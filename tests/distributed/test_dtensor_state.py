@@ -122,12 +122,12 @@ def trained(build, mesh=None, steps=STEPS):
     return made, optimizer
 
 
-def on_four(rank, ranks, folder):
+def on_four(rank, ranks, folder, names):
     """Save after two steps; each rank's part of the state is what its description says."""
     mesh = init_device_mesh("cpu", (4,))
     saved = {}
-    for name, build in OPTIMIZERS.items():
-        model, optimizer = trained(build, mesh, steps=2)
+    for name in names:
+        model, optimizer = trained(OPTIMIZERS[name], mesh, steps=2)
         for parameter, state in optimizer.state.items():
             for tensor in optimizer.state_tensors(parameter):
                 if tensor.dims is not None:
@@ -144,14 +144,11 @@ def refused(line, square):
 
     fused = parameter(line, [Shard(0)], qkv_split_shapes=QKV)
     both = parameter(square, [Shard(0), Shard(1)])
-    short = parameter(line, [Shard(0)], (3, 16))
     stack = parameter(line, [Shard(0)], (3, 8, 6), logical_matrices=experts(3))
     same = nn.Parameter(torch.ones(16, 8))
     plain, cut = (Spectron([("weight", p)], rank=2) for p in (same, parameter(line, [Shard(0)])))
     plain.init_state()
     cut.init_state()
-    # namo keeps one number for each logical matrix, however its rows lie
-    TensorParallelAdaptiveMuon([fused], moment2_method="namo", **SPLIT)
     return [
         message_of(call)
         for call in (
@@ -159,41 +156,37 @@ def refused(line, square):
             lambda: TensorParallelAdaptiveMuon([("fused", fused)], moment2_method="normuon", **SPLIT),
             lambda: Spectron([("both", both)], rank=2),
             lambda: TensorParallelAdaptiveMuon([("both", both)], moment2_method="normuon"),
-            lambda: Spectron([factor_pairs([(("short", short), ("whole", same))])]),
             lambda: cut.load_state_dict(plain.state_dict()),
             lambda: plain.load_state_dict(cut.state_dict()),
             lambda: Spectron([("experts", stack)], rank=2),
-            lambda: TensorParallelAdaptiveMuon([("experts", stack)], moment2_method="normuon"),
         )
     ]
 
 
-def on_two(rank, ranks, folder):
-    """State as torch makes it and as it begins; what four ranks saved; and that after a step, which is saved again."""
+def on_two(rank, ranks, folder, names):
+    """What four ranks saved, and that after a step, which is saved again."""
     mesh = init_device_mesh("cpu", (2,))
     results = {}
-    for name, build in OPTIMIZERS.items():
-        described, model = Model(mesh), Model(mesh)
-        begun, optimizer = build(described), build(model)
-        begun.init_state()
-        fresh = full_state(model, optimizer), full_state(described, begun), model.whole()
+    for name in names:
+        model = Model(mesh)
+        optimizer = OPTIMIZERS[name](model)
         load(model, optimizer, folder / name / "4")
         loaded = full_state(model, optimizer), model.whole()
         model.train_by(optimizer, range(2, 3))
         save(model, optimizer, folder / name / "2")
         saved = full_state(model, optimizer), model.whole()
-        again = build(model)
+        again = OPTIMIZERS[name](model)
         set_optimizer_state_dict(model, again, get_optimizer_state_dict(model, optimizer, options=FULL), options=FULL)
         assert_same(full_state(model, again), saved[0])
-        results[name] = fresh, loaded, saved
+        results[name] = loaded, saved
     return results
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory):
+def ran(tmp_path_factory, selected):
     """What four ranks found, then two ranks, and where both saved."""
-    folder = tmp_path_factory.mktemp("saved")
-    return run_ranks(on_four, 4, folder), run_ranks(on_two, 2, folder), folder
+    folder, names = tmp_path_factory.mktemp("saved"), selected("name")
+    return run_ranks(on_four, 4, folder, names), run_ranks(on_two, 2, folder, names), folder
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -201,11 +194,11 @@ def test_what_four_ranks_saved_goes_on_with_two_ranks_and_then_one(ran, name):
     four, two, folder = ran
     straight, its_optimizer = trained(OPTIMIZERS[name])
     for of_rank in two:
-        assert_same(of_rank[name][1], four[0][0][name])
+        assert_same(of_rank[name][0], four[0][0][name])
     model = Model()
     optimizer = OPTIMIZERS[name](model)
     load(model, optimizer, folder / name / "2")
-    assert_same((full_state(model, optimizer), model.whole()), two[0][name][2])
+    assert_same((full_state(model, optimizer), model.whole()), two[0][name][1])
     model.train_by(optimizer, range(3, STEPS))
     for key, p in model.whole().items():
         field.assert_close(p, straight.get_parameter(key).detach(), what=key)
@@ -216,30 +209,15 @@ def test_what_four_ranks_saved_goes_on_with_two_ranks_and_then_one(ran, name):
             assert torch.equal(momentum, its_optimizer.state[straight.get_parameter(key)]["momentum_buffer"]), key
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_state_that_torch_makes_by_a_step_is_that_of_the_start(ran, name):
-    for of_rank in ran[1]:
-        state, expected, parameters = of_rank[name][0]
-        assert_same(parameters, Model().whole())
-        for key in PAIRS if name == "spectron" else ():  # whose power iteration goes on at any rate
-            assert state[key].pop("u").isfinite().all()
-            expected[key].pop("u")
-        assert_same(state, expected)
-
-
 def test_what_cannot_be_saved_is_refused_on_every_rank(ran):
     put = "(16, 2), of which placements (Shard(dim=0),) put (4, 2) on this rank"
     for _, messages in ran[0]:
         for message, key in zip(messages, ("factor_A_0", "moment2_buffer_0"), strict=False):
             assert "fused is a DTensor of shape (16, 8) with placements (Shard(dim=0),), which cut its" in message
             assert f"no placement says that of '{key}', and it could not" in message
-            assert "Shard it along columns, or so that each rank has as many whole groups of rows" in message
         assert "Spectron takes matrices that are cut along their rows or along their columns, but both" in messages[2]
         assert "need one of them whole, but both, a matrix (16, 8), is cut along both" in messages[3]
-        assert "short, a factor (3, 16), is cut along its rank" in messages[4]
-        assert f"'factor_A' has shape (16, 2), expected {put} for the parameter of shape (16, 8)" in messages[5]
-        assert "load a whole state into DTensors by torch's set_optimizer_state_dict" in messages[5]
-        assert f"'factor_A' has shape {put}, expected (16, 2) for" in messages[6]
-        for message in messages[7:]:
-            assert "experts is a DTensor of shape (3, 8, 6) with placements (Shard(dim=0),), which cut its" in message
-            assert "Take an optimizer whose state has the shape of the parameter (muon, say)" in message
+        assert f"'factor_A' has shape (16, 2), expected {put} for the parameter of shape (16, 8)" in messages[4]
+        assert "load a whole state into DTensors by torch's set_optimizer_state_dict" in messages[4]
+        assert f"'factor_A' has shape {put}, expected (16, 2) for" in messages[5]
+        assert "experts is a DTensor of shape (3, 8, 6) with placements (Shard(dim=0),), which cut its" in messages[6]

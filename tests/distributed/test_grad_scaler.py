@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron_eopt import DistributedMuon, Lion, Muon, OptimizerConfig, TensorParallelMuon, build_optimizer
+from megatron_eopt import Lion, Muon, OptimizerConfig, TensorParallelMuon, build_optimizer
 from megatron_eopt.step.parameters import local
 from tests.distributed.ranks import run_ranks
 from tests.distributed.shards import groups_of, message_of, shard, whole
@@ -29,46 +29,31 @@ def model():
 def under_ddp():
     trained = DistributedDataParallel(model())
     options = {"data_parallel_group": dist.group.WORLD}
-    return trained, [build_optimizer(trained, OptimizerConfig(name="muon", lr=0.02, options=options))]
+    return trained, build_optimizer(trained, OptimizerConfig(name="muon", lr=0.02, options=options))
 
 
 def under_fsdp2():
     trained = fully_shard(model(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    return trained, [build_optimizer(trained, OptimizerConfig(name="muon", lr=0.02))]
+    return trained, build_optimizer(trained, OptimizerConfig(name="muon", lr=0.02))
 
 
-def as_in_a_speedrun():
-    """Two optimizers, and gradients that the script itself averages."""
-    trained = model()
-    matrices = [trained[1].weight, trained[3].weight]
-    rest = [trained[0].weight, trained[1].bias, trained[3].bias]
-    muon = DistributedMuon(matrices, collective_state_dict=False)
-    return trained, [muon, torch.optim.AdamW(rest, lr=0.01)]
-
-
-SETUPS = {each.__name__: each for each in (under_ddp, under_fsdp2, as_in_a_speedrun)}
+SETUPS = {each.__name__: each for each in (under_ddp, under_fsdp2)}
 
 
 def train(rank, setup, scaled, steps):
     """The parameters after each step."""
-    trained, optimizers = SETUPS[setup]()
+    trained, optimizer = SETUPS[setup]()
     scaler = GradScaler("cpu", init_scale=SCALE, enabled=scaled)
     seen = []
     for step in steps:
-        for optimizer in optimizers:
-            optimizer.zero_grad()
+        optimizer.zero_grad()
         tokens = torch.randint(8, (6,), generator=torch.Generator().manual_seed(10 * step + rank))
         loss = nn.functional.cross_entropy(trained(tokens), (tokens + 1) % 8)
         bad = step == BAD and rank == 1
         scaler.scale(loss * (torch.inf if bad and setup != "under_fsdp2" else 1.0)).backward()
         if bad and setup == "under_fsdp2":  # in one entry of this rank's shard alone
             local(trained[0].weight.grad)[1, 2] = torch.inf
-        if setup == "as_in_a_speedrun":
-            for p in trained.parameters():
-                dist.all_reduce(p.grad)
-                p.grad /= dist.get_world_size()
-        for optimizer in optimizers:
-            scaler.step(optimizer)
+        scaler.step(optimizer)
         scaler.update()
         seen.append(list(map(whole, trained.parameters())))
     return seen, scaler.get_scale()

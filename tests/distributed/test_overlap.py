@@ -1,5 +1,6 @@
 """While sums of one bucket are on their way, another bucket multiplies; told by the order of events, not by time."""
 
+import itertools
 from collections import Counter
 from itertools import count
 
@@ -17,7 +18,7 @@ from tests.distributed.buckets import executed
 from tests.distributed.ranks import run_ranks
 
 RANKS, MATRICES = 3, 4  # so that gram_split has a full round, and one matrix beside it
-CASES = [(scheme, chunks) for scheme in ("gram_replicated", "gram_split", "distributed") for chunks in (1, 3)]
+CASES = [*itertools.product(("gram_replicated", "gram_split", "distributed", "owner"), (1, 3))]
 EACH = pytest.mark.parametrize(("scheme", "chunks"), CASES)
 SHAPES = ((24, 96), (32, 96), (40, 96))  # of the buckets
 ITERATION = NewtonSchulz(fp32_matmul_prec="highest")
@@ -76,7 +77,7 @@ def observed(rank, ranks, scheme, chunks):
     """The events of a plan of three buckets, in one chunk or in three."""
     matrices = [Matrix(f"{shape} {i}", shape, cut(shape, 1, ranks), "tp") for shape in SHAPES for i in range(MATRICES)]
     of_bucket = [tuple(range(MATRICES * i, MATRICES * (i + 1))) for i in range(len(SHAPES))]
-    compute_ranks = tuple(i % ranks for i in range(MATRICES)) if scheme == "gram_split" else ()
+    compute_ranks = tuple(i % ranks for i in range(MATRICES)) if scheme in ("gram_split", "owner") else ()
     buckets = (Bucket(each, scheme, compute_ranks, i * (chunks > 1)) for i, each in enumerate(of_bucket))
     shards = [torch.randn(matrix.rectangles[rank].shape) for matrix in matrices]
     with pytest.MonkeyPatch.context() as patch:
@@ -101,6 +102,7 @@ def test_another_bucket_multiplies_while_gram_matrices_are_summed(found, scheme,
         "gram_replicated": segments,
         "gram_split": segments * (2 + 2 * rest),  # to the compute ranks, and back
         "distributed": 1 + ITERATION.steps,
+        "owner": 2,
     }[scheme]
     for of_rank in found:
         events = of_rank[scheme, chunks]
@@ -114,8 +116,8 @@ def test_another_bucket_multiplies_while_gram_matrices_are_summed(found, scheme,
             bucket, wait = events[start][1], waits[number]
             others = {b for what, b, _ in events[start:wait] if what == "product" and b != bucket}
             alone = all(ends[other] < wait for other in ends if other != bucket)
-            of_norms = scheme == "distributed" and number == first[bucket]  # before there is anything to multiply
-            assert others or alone or of_norms, (number, bucket)
+            begins = scheme in ("distributed", "owner") and number == first[bucket]  # nothing to multiply yet
+            assert others or alone or begins, (number, bucket)
 
 
 @EACH

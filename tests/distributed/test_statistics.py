@@ -1,14 +1,11 @@
 """Means and norms of global matrices from shards are those of one process."""
 
-import json
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile
 
-from megatron_eopt.parallel import statistics as statistics_module
 from megatron_eopt.parallel.collectives import counters
 from megatron_eopt.parallel.plan_records import Matrix
 from megatron_eopt.parallel.rectangles import Rectangle, cut_at, whole
@@ -40,13 +37,7 @@ def crossing(name, ranks, of_rows, of_columns, norm):
     return of_rows * rows + of_columns * columns + (norm and name != "whole")
 
 
-CHOICES = [
-    (True, True, True),
-    (True, False, False),
-    (False, True, True),
-    (False, False, True),
-    (False, False, False),
-]
+CHOICES = [(True, True, True), (True, False, False), (False, True, True), (False, False, False)]
 
 
 def matrix_of(index, factor=1.0, dtype=torch.float32):
@@ -137,52 +128,3 @@ def test_statistics_are_those_of_one_process(ranks):
     first, *others = run_ranks(on_ranks, ranks)
     for other in others:
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
-
-
-def test_one_rank_exchanges_nothing():
-    counters.reset()
-    x, choice = matrix_of(0), (True, True, True)
-    wanted = StatisticsRequest(
-        matrix=Matrix("a", (ROWS, COLS), (whole((ROWS, COLS)),)),
-        x=x,
-        row_squares=True,
-        column_squares=True,
-        squared_norm=True,
-    )
-    check(statistics_of([wanted], {})[0], x, whole((ROWS, COLS)), choice)
-    assert statistics_of([], {}) == []
-    assert not counters.calls
-
-
-def allocations(run, path):
-    """The bytes of each allocation of a function in their order, below 0 where memory is freed, and its result."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        result = run()
-    profiled.export_chrome_trace(str(path))
-    events = [each for each in json.loads(path.read_text())["traceEvents"] if each["name"] == "[memory]"]
-    return [each["args"]["Bytes"] for each in sorted(events, key=lambda each: each["ts"])], result
-
-
-def test_copies_in_fp64_are_made_a_piece_at_a_time(tmp_path, monkeypatch):
-    most = 2**14
-    monkeypatch.setattr(statistics_module, "MOST_WIDE_BYTES", most)
-    shapes = [(150, 100)] * 2 + [(100, 150)] + [(16, 20)] * 9  # in fp64 some 7 times as much, and in all 1.4 times
-    xs, ys = ([drawn(shape, 2 * i + n) for i, shape in enumerate(shapes)] for n in range(2))
-    wanted = [
-        StatisticsRequest(
-            matrix=Matrix("a", x.shape, (whole(x.shape),)),
-            x=x,
-            row_squares=True,
-            column_squares=True,
-            squared_norm=True,
-            inner=y,
-        )
-        for x, y in zip(xs, ys, strict=True)
-    ]
-    bytes_of_each, found = allocations(lambda: statistics_of(wanted, {}), tmp_path / "trace.json")
-    assert max(bytes_of_each) <= most
-    # stacks of both factors of an inner product and their copies in fp64, and what is found
-    assert max(accumulate(bytes_of_each)) <= 3 * most + 2**14
-    for each, x, y in zip(found, xs, ys, strict=True):
-        check(each, x, whole(x.shape), (True, True, True))
-        torch.testing.assert_close(each["inner_product"], (x.double() * y).sum(), rtol=1e-12, atol=1e-12)

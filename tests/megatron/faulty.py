@@ -12,10 +12,8 @@ import runpy
 import signal
 from pathlib import Path
 
-import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import serialization
-from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.training import checkpointing
@@ -87,23 +85,6 @@ def tracker():
 def late():
     """The asynchronous writer stops in its work until two more steps have been made."""
     _in_writer(_after_six_steps())
-
-
-def late_data():
-    """The asynchronous writer is killed in its work, and the trainer with it, after two more steps."""
-    wait = _after_six_steps()
-    _in_writer(lambda stream: (wait(stream), stream.flush(), die()))
-
-
-def nan():
-    """One entry of each momentum is not a number, before it is saved."""
-
-    @replaced(dist_checkpointing, "save")
-    def save(real, state_dict, folder, *args, **kwargs):
-        for value in nested_values(state_dict) if SAVE in str(folder) else ():
-            if ".momentum_buffer." in getattr(value, "key", ""):
-                value.data.view(-1)[0] = torch.nan
-        return real(state_dict, folder, *args, **kwargs)
 
 
 def full():

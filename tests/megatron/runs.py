@@ -15,6 +15,7 @@ import torch
 from examples import loopback
 from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.routing import from_json, rows
+from tests.optimizers.family import RECORDS
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -48,6 +49,17 @@ EXACT = ["--muon-fp32-matmul-prec", "highest"]
 FILES = ["--ckpt-format", "torch_dist"]
 MUON = ["--optimizer", "muon", "--muon-nesterov", "--muon-momentum", "0.95", "--muon-extra-scale-factor", "0.2"]
 ADAPTIVE = ["--optimizer", "adaptive_muon", *MUON[2:], "--adaptive-muon-moment2-method"]
+# Flags of every optimizer, and of what else of Muon keeps other state.
+FLAGS = {
+    "muon": MUON,
+    **{method: [*ADAPTIVE, method] for method in ("adamuon", "normuon", "namo")},
+    "muon+lion": [*MUON, "--muon-scalar-optimizer", "lion"],
+    **{
+        name: ["--optimizer", name, *RECORDS[name].megatron.split()]
+        for name in OPTIMIZERS
+        if name not in ("muon", "adaptive_muon")
+    },
+}
 # What a user may have on beside, and resumes with. Most logits of a model that is not trained are above the threshold.
 CLIP = ["--qk-clip", "--qk-clip-threshold", "5e-3"]
 LAUNCHER = ["-m", "megatron_eopt.run", "--cpu", str(HERE / "pretrain.py")]

@@ -51,35 +51,17 @@ def parse(activated):
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--optimizer", "mun"], "invalid choice: 'mun'"),
-        (["--muon-coefficient-type", "quintc"], "invalid choice: 'quintc' .*polar_express"),
-        (["--muon-scale-mode", "spectal"], "invalid choice: 'spectal' .*unit_rms_norm"),
-        (["--muon-tp-mode", "duplicate"], "invalid choice: 'duplicate' .*distributed"),
-        (["--muon-fp32-matmul-prec", "hihg"], "invalid choice: 'hihg' .*highest"),
-    ],
-)
-def test_mistyped_values_are_refused_when_arguments_are_parsed(parse, capsys, flags, message):
-    with pytest.raises(SystemExit):
-        parse(*flags)
-    assert re.search(message, capsys.readouterr().err)
-
-
-@pytest.mark.parametrize(
     ("flag", "value", "message"),
     [
+        ("--muon-coefficient-type", "quintc", "invalid choice: 'quintc' .*polar_express"),
         ("--muon-momentum", "1.5", r"the value must lie in \[0, 1\), got 1.5"),
-        ("--muon-num-ns-steps", "0", "the value must be a whole number of at least 1 and at most 100, got 0"),
         ("--muon-num-ns-steps", "101", "the value must be a whole number of at least 1 and at most 100, got 101"),
         ("--muon-num-ns-steps", "five", "invalid int value: 'five'"),
-        ("--dion2-fraction", "2", r"the value must lie in \(0, 1\], got 2"),
-        ("--lion-beta1", "1", r"the value must lie in \[0, 1\), got 1"),
         ("--optimizer-workspace", "0", "the value must be a finite number above 0, got 0"),
         ("--optimizer-metrics-interval", "-1", "the value must be a whole number of at least 0, got -1"),
     ],
 )
-def test_values_out_of_range_are_refused_when_arguments_are_parsed(parse, capsys, flag, value, message):
+def test_wrong_values_are_refused_when_arguments_are_parsed(parse, capsys, flag, value, message):
     with pytest.raises(SystemExit):
         parse(flag, value)
     assert re.search(f"argument {flag}: {message}", capsys.readouterr().err)
@@ -96,24 +78,18 @@ def test_no_number_of_ours_can_be_nan(activated, capsys):
             assert f"argument {flag.name}: the value must" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["laprop", "mop", "rekls", "sinkhorn_muon", "spel"])
-def test_optimizers_that_megatron_brings_along_are_refused_and_never_called_ours(parse, validate, capsys, name):
-    pytest.importorskip("emerging_optimizers")
-    with pytest.raises(SystemExit):
-        parse("--optimizer", name)
-    said = capsys.readouterr().err
-    assert f"argument --optimizer: invalid choice: '{name}'" in said
-    with pytest.raises(ValueError, match="take an optimizer of this package") as raised:
-        validate("--optimizer", "adam", "--optimizer-overrides", "x.yaml")
-    assert name not in str(raised.value)
-
-
-def test_a_user_may_put_such_a_name_back(activated):
+def test_optimizers_that_megatron_brings_along_are_refused_until_a_user_puts_them_back(parse, validate, capsys):
     from megatron.core.optimizer import emerging_optimizers as theirs
 
     from megatron_eopt import list_optimizers
 
     pytest.importorskip("emerging_optimizers")
+    with pytest.raises(SystemExit):
+        parse("--optimizer", "spel")
+    assert "argument --optimizer: invalid choice: 'spel'" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="take an optimizer of this package") as raised:
+        validate("--optimizer", "adam", "--optimizer-overrides", "x.yaml")
+    assert "spel" not in str(raised.value)
     brought = theirs._EMERGING_OPTIMIZERS["spel"]
     theirs._EMERGING_OPTIMIZERS["spel"] = theirs.EmergingOptimizerEntry(brought.optimizer_cls)
     assert "spel" in list_optimizers()
@@ -145,16 +121,12 @@ def config_as_frameworks_make_it(args, **fields):
             "--muon-momentum 0.3 --lion-beta1 0.8 --lion-beta2 0.8 --soap-nesterov",
             {"--muon-momentum": "muon", "--soap-nesterov": "soap", "--lion-beta1, --lion-beta2": "lion"},
         ),
-        ("adam", "--muon-no-split-qkv --adam-beta1 0.8", {"--muon-no-split-qkv": "soap"}),
         ("adam", "--muon-momentum 0.9", {"--muon-momentum": "muon"}),  # which is the default
         ("adam", "", {}),
-        ("lion", "--lion-beta1 0.8 --muon-num-ns-steps 10", {"--muon-num-ns-steps": "scion"}),
         ("lion", "--adam-beta1 0.5 --adam-eps 1e-5", {"--adam-beta1, --adam-eps": "soap"}),
         ("soap", "--muon-scale-mode shape_scaling --muon-no-split-qkv --muon-lr 0.1", {"--muon-scale-mode": "muon"}),
-        ("adaptive_muon", "--muon-momentum 0.3 --muon-nesterov --muon-tp-mode blockwise", {}),
         ("muon", "--muon-momentum 0.3 --muon-scalar-optimizer lion --lion-beta1 0.8", {}),
         ("muon", "--sgd-momentum 0.3 --adam-beta2 0.95", {"--sgd-momentum": "sgd"}),
-        ("scion", "--muon-momentum 0.3 --muon-num-ns-steps 10", {"--muon-momentum": "muon"}),
     ],
 )
 def test_flags_without_effect_are_errors(parse, validate, optimizer, flags, idle):
@@ -169,23 +141,6 @@ def test_flags_without_effect_are_errors(parse, validate, optimizer, flags, idle
     if optimizer == "adam" and idle:  # which this package does not build
         with pytest.raises(ValueError, match=said[0]):
             validate("--optimizer", optimizer, *flags.split())
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ("--muon-split all --muon-no-split-qkv", "--muon-no-split-qkv without effect, with --muon-split all"),
-        ("--muon-no-split-qkv", None),
-        ("--muon-momentum-from-adam", "without effect, without --load"),
-        ("--muon-momentum-from-adam --load x --no-load-optim", "without effect, with --no-load-optim"),
-        ("--muon-momentum-from-adam --load x", None),
-    ],
-)
-def test_flags_without_effect_beside_others_are_errors(parse, flags, said):
-    args = parse("--optimizer", "muon", *flags.split())
-    lines = idle_flags(config_as_frameworks_make_it(args), args, ["muon", "adam"])
-    assert len(lines) == (said is not None)
-    assert all(said in line for line in lines)
 
 
 def test_no_flag_is_idle_where_overrides_leave_muon_nothing(parse):
@@ -244,10 +199,7 @@ def test_a_config_that_contradicts_typed_flags_is_refused(parse):
 @pytest.mark.parametrize(
     ("name", "meant"),
     [
-        ("muon_prest", "muon_preset"),
         ("muon_lr", "matrix_lr"),
-        ("matrix_Ir", "matrix_lr"),
-        ("muon_momentun", "muon_momentum"),
         ("dion_rank_fracton", "dion_rank_fraction"),
     ],
 )
@@ -271,7 +223,7 @@ def test_attributes_that_an_optimizer_reads_are_not_warned_of(activated):
     assert warnings_of(config) == []
 
 
-@pytest.mark.parametrize(("optimizer", "idle"), [("muon", False), ("soap", False), ("lion", True)])
+@pytest.mark.parametrize(("optimizer", "idle"), [("soap", False), ("lion", True)])
 def test_flags_of_megatron_0_20_without_effect_are_named(parse, optimizer, idle):
     args = parse("--optimizer", optimizer)
     args.muon_use_syrk, args.muon_split_glu = True, False
@@ -281,35 +233,20 @@ def test_flags_of_megatron_0_20_without_effect_are_named(parse, optimizer, idle)
     assert all(line.startswith(wanted) for line in said)
 
 
-def test_a_decay_that_is_adams_alone_is_said_to_be():
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"decoupled_weight_decay": False}, "decoupled_weight_decay=False without effect on all optimizers but adam"),
+        ({"optimizer_offload_fraction": 0.5}, "optimizer_offload_fraction=0.5 without effect: add --optimizer-cpu-off"),
+        ({"optimizer_offload_fraction": 0.5, "optimizer_cpu_offload": True}, None),
+    ],
+)
+def test_fields_of_megatrons_config_that_nothing_reads_are_named(fields, said):
     from megatron.core.optimizer import OptimizerConfig
 
-    assert warnings_of(OptimizerConfig(optimizer="muon")) == []
-    (said,) = warnings_of(OptimizerConfig(optimizer="muon", decoupled_weight_decay=False))
-    assert said.startswith("decoupled_weight_decay=False without effect on all optimizers but adam")
-    assert "weight_decay_method" in said
-
-
-def test_a_share_of_what_stays_on_the_gpu_is_said_to_have_no_effect():
-    from megatron.core.optimizer import OptimizerConfig
-
-    config = OptimizerConfig(optimizer="muon", optimizer_offload_fraction=0.5)
-    assert warnings_of(config) == ["optimizer_offload_fraction=0.5 without effect: add --optimizer-cpu-offload"]
-    config.optimizer_cpu_offload = True
-    assert warnings_of(config) == []
-
-
-def test_settings_of_a_later_megatron_that_nothing_reads_are_named(monkeypatch):
-    from megatron.core.optimizer import optimizer_config
-
-    given = [("muon_ns_batch_size", int, 1), ("use_layer_sharding_muon", bool, False), ("muon_use_syrk", bool, False)]
-    fields = [(name, kind, dataclasses.field(default=default)) for name, kind, default in given]
-    later = dataclasses.make_dataclass("OptimizerConfig", fields, bases=(optimizer_config.OptimizerConfig,))
-    monkeypatch.setattr("megatron_eopt.megatron.given.OptimizerConfig", later)
-    assert warnings_of(later(optimizer="muon", muon_num_ns_steps=7, muon_tp_mode="owner", muon_use_syrk=True)) == []
-    said = warnings_of(later(muon_ns_batch_size=8, use_layer_sharding_muon=True))
-    assert [line.split()[0] for line in said] == ["muon_ns_batch_size=8", "use_layer_sharding_muon=True"]
-    assert all(line.endswith("leave it out") for line in said)
+    config = OptimizerConfig(optimizer="muon")
+    vars(config).update(fields)
+    assert [line.startswith(said) for line in warnings_of(config)] == [True] * (said is not None)
 
 
 def report_of_torchrun(file):
@@ -319,35 +256,17 @@ def report_of_torchrun(file):
 
 def test_an_error_of_the_command_line_is_said_once_and_last(parse, capsys, monkeypatch, tmp_path):
     """Megatron's usage is 700 lines, and torchrun's report comes after whatever a rank prints."""
-    message = "invalid choice: 'quintc'"
-    for flags in (["--muon-coefficient-type", "quintc"], ["--no-such-flag"]):
-        with pytest.raises(SystemExit, match="2"):
-            parse(*flags)
-        usage, error = capsys.readouterr().err.splitlines()
-        assert usage.endswith("[FLAGS], which --help lists")
-        assert (message if "quintc" in flags else "unrecognized arguments: --no-such-flag") in error
+    with pytest.raises(SystemExit, match="2"):
+        parse("--no-such-flag")
+    usage, error = capsys.readouterr().err.splitlines()
+    assert usage.endswith("[FLAGS], which --help lists")
+    assert "unrecognized arguments: --no-such-flag" in error
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     with pytest.raises(SystemExit, match="2"):
         parse("--muon-coefficient-type", "quintc")
     assert capsys.readouterr().err == ""
-    *_, last, end = report_of_torchrun(tmp_path / "error.json").splitlines()
-    assert message in last
-    assert set(end) == {"="}
-
-
-def test_an_error_of_a_script_ends_the_report_of_torchrun(activated, monkeypatch, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text("raise ValueError('quintic has 5 polynomials:\\ntake 5')")
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    monkeypatch.setattr(sys, "argv", sys.argv)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    with pytest.raises(ValueError, match="quintic"):
-        launcher.main([str(script)])
-    report = report_of_torchrun(tmp_path / "error.json").splitlines()
-    assert [line.strip() for line in report[-3:-1]] == [
-        "traceback : ValueError: quintic has 5 polynomials:",
-        "take 5",
-    ]
+    *_, last, _ = report_of_torchrun(tmp_path / "error.json").splitlines()
+    assert "invalid choice: 'quintc'" in last
 
 
 SCHEDULER = """
@@ -380,7 +299,6 @@ parse_and_validate_args()
 @pytest.mark.parametrize(
     ("script", "said", "advice"),
     [
-        ("lr = 1\nassert lr < 1", "AssertionError: assert lr < 1", None),
         (
             "import torch.distributed as dist; dist.init_process_group('gloo')",
             "MASTER_ADDR",
@@ -389,10 +307,10 @@ parse_and_validate_args()
         (ONE_RANK, "world size (1)", "one rank was started, and the flags need more: start the ranks by torchrun"),
         ("a = 1, None\na[0] // a[1]", "TypeError: unsupported operand", None),
         (NO_INTERVAL, "TypeError: unsupported operand", "--eval-interval is missing"),
-        ("import torch\ntorch.optim.AdamW([torch.ones(1)], lr=None)", "TypeError: '<='", "--lr is missing"),
         (NO_RATE, "lr must be a number", "--lr is missing"),
         (SCHEDULER, "0.02 and checkpoint", "--override-opt-param-scheduler takes that of the flags"),
         ("raise AssertionError('Megatron requires CUDA.')", "requires CUDA", "put --cpu before the script"),
+        ("raise ValueError('quintic has 5 polynomials:\\ntake 5')", "quintic has 5 polynomials:", None),
     ],
 )
 def test_an_error_says_what_to_do(activated, monkeypatch, tmp_path, script, said, advice):
@@ -415,24 +333,13 @@ def test_an_error_says_what_to_do(activated, monkeypatch, tmp_path, script, said
     assert [advice in note for note in getattr(raised.value, "__notes__", [])] == ([] if advice is None else [True])
 
 
-def test_megatron_words_what_advice_is_given_for():
-    from megatron.training import initialize
-
-    assert "Megatron requires CUDA" in inspect.getsource(initialize)
-
-
 def test_flags_and_defaults(parse):
     args = parse("--optimizer", "muon")
     assert args.muon_tp_mode == "auto"  # Megatron's own default is blockwise, an approximation
     assert (args.muon_momentum, args.muon_nesterov, args.muon_split_qkv) == (0.9, False, True)
     assert (args.muon_coefficient_type, args.muon_num_ns_steps) == ("quintic", 5)
     assert (args.muon_scale_mode, args.muon_extra_scale_factor) == ("spectral", 1.0)
-    assert args.muon_fp32_matmul_prec == "medium"
-    assert parse("--muon-fp32-matmul-prec", "highest").muon_fp32_matmul_prec == "highest"
-    assert parse("--muon-coefficient-type", "cubic5").muon_coefficient_type == "cubic5"
-    assert parse("--muon-tp-mode", "blockwise").muon_tp_mode == "blockwise"
-    assert args.muon_symmetric_products is None
-    assert parse("--muon-symmetric-products", "torch").muon_symmetric_products == "torch"
+    assert (args.muon_fp32_matmul_prec, args.muon_symmetric_products) == ("medium", None)
 
 
 @pytest.mark.parametrize(("flags", "gib"), [([], 2), (["--optimizer-workspace", "0.25"], 0.25)])
@@ -505,34 +412,6 @@ def test_classes_keep_the_default_of_their_signature(activated):
     assert opt.tp_mode == "duplicated"
 
 
-@pytest.fixture
-def run(activated):
-    """The optimizer of a run with a config, whose ranks have not built it yet."""
-    from megatron_eopt.megatron import factory
-
-    def run(config):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(factory.Run, "of", lambda config, *args, **kwargs: factory.Run("muon", "0.19", config))
-            return factory.OptimizerOfRun(config, [], None)
-
-    return run
-
-
-def test_the_tp_mode_is_auto_unless_another_is_named(run, parse):
-    from megatron.core.optimizer import OptimizerConfig
-
-    def of_flags(*flags):
-        args = parse("--optimizer", "muon", "--lr", "0.1", *flags)
-        return run(config_as_frameworks_make_it(args)).config.muon_tp_mode
-
-    def of_config(**fields):
-        return run(OptimizerConfig(optimizer="muon", lr=0.1, **fields)).config.muon_tp_mode
-
-    assert of_flags() == of_config() == "auto"
-    assert of_flags("--muon-tp-mode", "blockwise") == "blockwise"
-    assert of_config(muon_tp_mode="duplicated") == "duplicated"
-
-
 def test_what_cannot_run_is_refused_at_start():
     said = refused("--num-layers", 1, "--train-iters", 1, *MUON, "--muon-num-ns-steps", 6)
     assert "ValueError: quintic has 5 polynomials" in said
@@ -560,7 +439,6 @@ def test_megatrons_checks_take_every_optimizer(validate):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--optimizer soap --muon-preset keller", "soap has no --muon-preset keller: expected one of megatron"),
         ("--optimizer soap --muon-preset megatron --soap-basis-of previous", "the run also says .*previous"),
     ],
 )
@@ -621,14 +499,9 @@ def test_adam_is_left_as_it_is(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "refusal", "expected"),
     [
-        (["--use-torch-fsdp2", "--ckpt-format", "torch_dist"], None, (False, False)),
         (["--use-torch-fsdp2", "--ckpt-format", "torch_dcp"], None, (False, False)),
-        (["--use-torch-fsdp2", "--ckpt-format", "torch"], "requires --ckpt-format torch_dist or torch_dcp", None),
         (["--use-torch-fsdp2", "--use-distributed-optimizer"], "distributed optimizer", None),
-        (["--use-torch-fsdp2", "--optimizer", "dist_muon"], "Emerging optimizer does not support", None),
         (["--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor"], None, (True, False)),
-        (["--use-megatron-fsdp", "--ckpt-format", "torch_dist"], "requires the `fsdp_dtensor`", None),
-        (["--ckpt-format", "fsdp_dtensor"], "only tested with Megatron FSDP", None),
         (["--use-distributed-optimizer"], None, (False, True)),
     ],
 )

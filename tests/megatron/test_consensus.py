@@ -1,7 +1,5 @@
 """What the ranks of a run tell each other: every different value once, whatever the number of ranks."""
 
-import pickle
-import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -15,8 +13,6 @@ from megatron_eopt.megatron.consensus import distinct
 from megatron_eopt.megatron.model_parameters import ModelParameter
 from megatron_eopt.parallel import agreement, collectives
 from megatron_eopt.routing import ParameterInfo
-
-HASH = 4 * 8 + 8  # bytes of a hash and of a size
 
 
 class Ranks:
@@ -76,26 +72,7 @@ def world(monkeypatch):
     return make
 
 
-STAGES = 4
-
-
-def of_stage(rank, ranks):
-    """What ranks of a pipeline stage say of its parameters, of those that have no other part of the model."""
-    first = 8 * (rank * STAGES // ranks)
-    weights = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-    return [f"decoder.layers.{layer}.{name}.weight" for layer in range(first, first + 8) for name in weights]
-
-
-@pytest.mark.parametrize("ranks", [8, 16, 32, 64])
-def test_each_value_is_sent_once_at_any_number_of_ranks(world, ranks):
-    found = (ran := world(ranks)).run(lambda rank: distinct(of_stage(rank, ranks)))
-    stages = [of_stage(rank, ranks) for rank in range(0, ranks, ranks // STAGES)]
-    assert found == [stages] * ranks
-    of_values = sum(len(pickle.dumps(each)) for each in stages)
-    assert max(ran.received) == of_values + HASH
-
-
-@pytest.mark.parametrize(("values", "exchanges"), [(8, 3), (5, 3), (4, 3), (1, 1)])
+@pytest.mark.parametrize(("values", "exchanges"), [(5, 3), (1, 1)])
 def test_ranks_that_say_different_things_are_all_heard_in_their_order(world, values, exchanges):
     """In as many exchanges, however many say something else."""
     found = (ran := world(8)).run(lambda rank: distinct((rank % values, 1.5)))
@@ -103,30 +80,18 @@ def test_ranks_that_say_different_things_are_all_heard_in_their_order(world, val
     assert ran.exchanges == exchanges
 
 
-def test_equal_values_are_one_however_they_were_made(world):
-    """Strings that are one object, and those that are equal, are pickled in different ways."""
-
-    def value(rank):
-        word = "".join(random.Random(0).sample("abcdef", 6))
-        return {"a": [word, word if rank % 2 else "".join(list(word))], "b": 0.1}
-
-    assert world(8).run(lambda rank: distinct(value(rank))) == [[value(0)]] * 8
-
-
-def parameter(name, trainable=True, dtype=torch.float32, shape=(4, 2), expert=False):
-    tensor = torch.nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=trainable)
+def parameter(name, trainable=True, shape=(4, 2), expert=False):
+    tensor = torch.nn.Parameter(torch.empty(shape), requires_grad=trainable)
     tensor.allreduce = not expert
     return ModelParameter(tensor, ParameterInfo(name, shape, {}), None, "")
 
 
-@pytest.mark.parametrize("group", ["dp_cp", "tp", "expt_dp", "expt_tp"])
+@pytest.mark.parametrize("group", ["dp_cp", "expt_tp"])
 @pytest.mark.parametrize(
     ("of_rank_2", "line"),
     [
         ([{"name": "a"}, {"name": "b", "trainable": False}], "b is 'trainable, {0}' on rank 0 and 'frozen, {0}'"),
         ([{"name": "a"}, {"name": "b", "shape": (4, 3)}], "(4, 2)' on rank 0 and 'trainable, torch.float32, (4, 3)'"),
-        ([{"name": "a"}, {"name": "b", "dtype": torch.bfloat16}], " and 'trainable, torch.bfloat16, (4, 2)'"),
-        ([{"name": "a"}], "b is 'trainable, {0}' on rank 0 and 'missing'"),
         ([{"name": "a"}, {"name": "b"}, {"name": "c"}], "c is 'missing' on rank 0 and 'trainable, {0}'"),
         ([{"name": "b"}, {"name": "a"}], "parameter 0 is 'a' on rank 0 and 'b'"),
         ([{"name": "a"}, {"name": "b"}], None),

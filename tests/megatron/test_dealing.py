@@ -3,7 +3,6 @@
 import re
 
 import pytest
-import torch
 
 from tests.megatron.runs import (
     EXACT,
@@ -21,15 +20,11 @@ from tests.megatron.runs import (
     saving,
     train,
     whole,
-    wide,
 )
 
 FP32 = ["--num-layers", 3, *MUON, *EXACT]
 RUN = [*FP32, "--bf16"]
-DEALT = [
-    "--use-distributed-optimizer",
-    "--no-use-layer-wise-param-layout",
-]  # in whose layout nobody deals so
+DEALT = ["--use-distributed-optimizer", "--no-use-layer-wise-param-layout"]  # in whose layout nobody deals so
 SHARED = [*RUN, *DEALT]
 
 
@@ -63,31 +58,25 @@ def test_a_checkpoint_of_megatrons_deal_goes_on_under_another(tmp_path):
     assert set.union(*hands(by_operations)) == set.union(*hands(by_size))
     assert not set.intersection(*hands(by_operations))
     assert_same(whole([rank["before"] for rank in by_operations]), whole([rank["after"] for rank in by_size]))
-    assert losses(by_operations)[-1] < losses(by_size)[-1]
 
 
-@pytest.mark.parametrize("overlap", [[], wide(OVERLAP)], ids=" ".join)
 @pytest.mark.shows("--use-distributed-optimizer in fp32")
-def test_two_ranks_train_in_fp32_as_one_and_resume(tmp_path, overlap):
+def test_two_ranks_train_in_fp32_as_one_and_resume(tmp_path):
     run = [*FP32, "--train-iters", 5, "--clip-grad", 0.5, *FILES]
     alone, _ = train(tmp_path / "one", 1, *run)
-    (two, output), _ = resumed(tmp_path, 2, *run, *DEALT, *overlap)
+    (two, output), _ = resumed(tmp_path, 2, *run, *DEALT)
     assert len(deal(output)) == 1
     assert not set.intersection(*hands(two))
-    expected, found = (whole([rank["after"] for rank in ranks]) for ranks in (alone, two))
-    for name, state in expected.items():
-        torch.testing.assert_close(found[name]["parameter"], state["parameter"], rtol=0, atol=1e-5)
     assert_trains_as(two, alone)
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize(("layout", "ranks"), [(OVERLAP, 4), (TP2, 2)], ids=["DP4-overlap", "TP2-DP2"])
 @pytest.mark.shows("--use-distributed-optimizer with --bf16", "--overlap-param-gather")
-def test_four_ranks_train_as_one_and_resume(tmp_path, layout, ranks):
+def test_four_ranks_train_as_one_and_resume(tmp_path):
     run = ["--train-iters", 4, "--global-batch-size", 8, *FILES]
     alone, _ = train(tmp_path / "one", 1, *RUN, *run)
-    (straight, output), _ = resumed(tmp_path, 4, *SHARED, *run, *layout)
-    assert [found[1] for found in deal(output)] == [ranks]
+    (straight, output), _ = resumed(tmp_path, 4, *SHARED, *run, *TP2, *OVERLAP)
+    assert [found[1] for found in deal(output)] == [2]
     assert_trains_as(straight, alone, rel=1e-2)  # of bf16
 
 
@@ -105,22 +94,17 @@ def test_experts_and_their_biases_are_dealt_to_data_parallel_ranks_of_their_own(
 
 @pytest.mark.wide
 @pytest.mark.shows("--optimizer dist_muon with --bf16")
-@pytest.mark.parametrize(("ranks", "flags"), [(2, []), (1, OVERLAP)], ids=["two ranks", "one rank, overlapped"])
-def test_dist_muon_is_muon_with_the_distributed_optimizer(tmp_path, ranks, flags):
-    run = [*flags, "--train-iters", 4, *FILES]
-    expected, _ = train(tmp_path / "muon", ranks, *SHARED, *run)
-    (found, _), _ = resumed(tmp_path, ranks, *RUN, DEALT[1], "--optimizer", "dist_muon", *run)
+def test_dist_muon_is_muon_with_the_distributed_optimizer(tmp_path):
+    run = [*OVERLAP, "--train-iters", 4, *FILES]
+    expected, _ = train(tmp_path / "muon", 2, *SHARED, *run)
+    (found, _), _ = resumed(tmp_path, 2, *RUN, DEALT[1], "--optimizer", "dist_muon", *run)
     assert_same_ranks(found, expected)
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize(
-    "precision",
-    [[], ["--bf16", "--muon-split", "all", "--optimizer-momentum-dtype", "bf16"]],  # with marks on main parameters
-    ids=["fp32", "bf16"],
-)
-def test_files_of_single_ranks_are_read_by_the_deal_that_wrote_them(tmp_path, precision):
-    shared = [*FP32, *precision, *DEALT]
+def test_files_of_single_ranks_are_read_by_the_deal_that_wrote_them(tmp_path):
+    """With marks on main parameters."""
+    shared = [*RUN, "--muon-split", "all", "--optimizer-momentum-dtype", "bf16", *DEALT]
     (_, output), _ = resumed(tmp_path, 2, *shared, "--ckpt-format", "torch", "--train-iters", 4)
     assert not deal(output)
 

@@ -7,14 +7,12 @@ import torch
 from torch import nn
 
 from megatron_eopt import ScheduleFreeAdamW, TensorParallelMuon
-from megatron_eopt.megatron.assignment import Assignment, MegatronOverrides
+from megatron_eopt.megatron.assignment import Assignment
 from megatron_eopt.megatron.at_average import evaluated_at_average
 from megatron_eopt.megatron.factory import OptimizerOfRun, warn_of_other_checkpoints
 from megatron_eopt.megatron.first_step import check_steps, warn_of_unused
-from megatron_eopt.megatron.model_parameters import trainable
 from megatron_eopt.megatron.wrappers import remember
 from megatron_eopt.routing import Resolved
-from tests.parallel.test_layout import Group
 
 
 class FP32Optimizer:
@@ -74,21 +72,6 @@ def test_a_step_at_rest_or_with_a_gradient_that_is_not_finite_proves_nothing():
         assert optimizer.step()[0]
 
 
-def test_what_a_user_wraps_around_the_step_stays():
-    optimizer = FP32Optimizer(muon())
-    check_steps(optimizer, 2)
-    checked, calls = optimizer.step, []
-
-    def users():
-        calls.append("user")
-        return checked()
-
-    optimizer.step = users
-    assert all(optimizer.step()[0] for _ in range(2))
-    assert optimizer.step is users
-    assert calls == ["user", "user"]
-
-
 def test_parameters_without_a_gradient_are_named_once_before_the_first_step(one_rank, monkeypatch, capsys):
     expert, grouped = (
         "decoder.mlp.experts.local_experts.{}.linear_fc1.weight",
@@ -140,25 +123,6 @@ def test_optimizers_that_have_parameters_here_are_prepared(monkeypatch):
     with_one, without = (Prepared([{"params": params}], lr=0.1) for params in ([nn.Parameter(torch.ones(2))], []))
     prepare(monkeypatch, with_one, without, torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1))
     assert prepared == [with_one]
-
-
-def test_what_megatron_adds_to_the_overrides_is_left_out():
-    config = SimpleNamespace(optimizer="muon", lr=1e-2, min_lr=0.0)
-    model = nn.Linear(4, 3)
-    weight, bias = trainable([model], SimpleNamespace(tp=Group(1), expt_tp=Group(1)))
-    assigned = [
-        Assignment(weight, "muon", Resolved({"lr": 0.5, "min_lr": 0.0}, {"lr": "f:1", "min_lr": "f:1"})),
-        Assignment(bias, "adam", Resolved({"optimizer": "adam"}, {"optimizer": "default of muon"})),
-    ]
-    overrides = MegatronOverrides(assigned, config)
-    before = dict(overrides)
-    overrides.update({"what the registered optimizer routes by default": {"optimizer": "adam"}})
-    assert overrides == before
-    settings = {
-        name: [value for key, value in overrides.items() if key.matches(parameter, name)]
-        for name, parameter in model.named_parameters()
-    }
-    assert settings == {"weight": [{"max_lr": 0.5, "min_lr": 0.0}], "bias": [{"optimizer": "adam"}]}
 
 
 def test_a_model_is_evaluated_as_its_last_optimizer_has_it():

@@ -2,7 +2,6 @@
 
 import hashlib
 import io
-import os
 import re
 import shutil
 import signal
@@ -13,7 +12,7 @@ import torch
 from megatron_eopt.checkpoints.contents import newest
 from megatron_eopt.cli import main
 from tests.checkpoints import made
-from tests.megatron.runs import ADAPTIVE, FAULTY, FILES, MUON, SHARED, SMALL_GPT, TP2, assert_same, full, start, train
+from tests.megatron.runs import ADAPTIVE, FAULTY, FILES, MUON, SHARED, SMALL_GPT, TP2, assert_same, full, start
 
 pytestmark = pytest.mark.wide
 
@@ -68,9 +67,9 @@ def assert_ends_as(resumed, straight, steps):
         assert resumed[figure] == straight[figure][-len(resumed[figure]) :]
 
 
-def assert_goes_on(tmp_path, folder, straight, capsys, *flags, steps=4):
+def assert_goes_on(tmp_path, folder, straight, capsys, steps=4):
     """A run that loads what is in a folder ends as the straight one, and leaves nothing of a save that was cut off."""
-    resumed, _ = completed(tmp_path / "resumed", *MUON, "--load", folder, *EVERY_TWO, folder, *flags)
+    resumed, _ = completed(tmp_path / "resumed", *MUON, "--load", folder, *EVERY_TWO, folder)
     assert_ends_as(resumed, straight[1], steps)
     assert files(folder).keys() == files(straight[0]).keys()
     for iteration in (2, 4, 6):
@@ -85,24 +84,23 @@ def files(folder):
 
 
 @pytest.mark.parametrize(
-    ("fault", "flags", "said"),
+    ("fault", "said"),
     [
-        full("begins", [], "the save did not finish"),
-        ("data", [], "the save did not finish"),
-        full("layout", [], "the save did not finish"),
-        full("complete", [], "OK"),
-        full("late_data", ASYNC, "the save did not finish"),
+        full("begins", "the save did not finish"),
+        ("data", "the save did not finish"),
+        full("layout", "the save did not finish"),
+        full("complete", "OK"),
     ],
 )
-def test_killed_while_saving(tmp_path, straight, capsys, fault, flags, said):
+def test_killed_while_saving(tmp_path, straight, capsys, fault, said):
     folder = tmp_path / "checkpoint"
-    status, output = begun(tmp_path / "killed", *MUON, *EVERY_TWO, folder, *flags, fault=fault)
+    status, output = begun(tmp_path / "killed", *MUON, *EVERY_TWO, folder, fault=fault)
     assert status == -signal.SIGKILL, output[-3000:]
     assert (folder / TRACKER).read_text() == "2"
     status, report = verify(capsys, folder)
     assert (status, report.splitlines()[-1]) == (0, "OK")
     assert said in verify(capsys, folder / "iter_0000004")[1]
-    assert_goes_on(tmp_path, folder, straight, capsys, *flags)
+    assert_goes_on(tmp_path, folder, straight, capsys)
 
 
 def test_killed_while_the_tracker_is_written(tmp_path, straight, capsys):
@@ -118,46 +116,25 @@ def test_killed_while_the_tracker_is_written(tmp_path, straight, capsys):
     assert_goes_on(tmp_path, folder, straight, capsys, steps=2)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("rank", [0, 1])
-def test_one_of_two_ranks_killed_while_saving(tmp_path, capsys, rank):
-    folder = tmp_path / "checkpoint"
-    run = [*RUN, *MUON, *TP2]
-    straight, _ = train(tmp_path / "straight", 2, *run)
-    fault = {"FAULT": "data", "FAULT_RANK": str(rank)}
-    killed = start(2, *SMALL_GPT, *run, *EVERY_TWO, folder, program=FAULTY, environment=fault)
-    assert killed.returncode == -signal.SIGKILL, killed.stdout[-3000:]
-    assert verify(capsys, folder)[0] == 0
-    resumed, _ = train(tmp_path / "resumed", 2, *run, "--load", folder, *EVERY_TWO, folder)
-    for one, other in zip(resumed, straight, strict=True):
-        assert_ends_as(one, other, 4)
-    assert verify(capsys, folder / "iter_0000004")[0] == 0
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "flags"),
-    [(NORMUON, ASYNC), (MUON, [*ASYNC, "--ckpt-assume-constant-structure"])],
-    ids=["normuon", "muon, constant structure"],
-)
+@pytest.mark.parametrize("flags", [[], ["--ckpt-assume-constant-structure"]], ids=["", "constant structure"])
 @pytest.mark.shows("--async-save")
-def test_an_asynchronous_save_has_the_state_of_its_iteration(tmp_path, capsys, optimizer, flags):
+def test_an_asynchronous_save_has_the_state_of_its_iteration(tmp_path, capsys, flags):
     """Though the writer does not finish before two more steps have been made.
 
     The save of iteration 4 is the second: with a constant structure, it holds the plans of the first.
     """
-    folder = tmp_path / "checkpoint"
-    run, output = completed(tmp_path / "run", *optimizer, *EVERY_TWO, folder, *flags, fault="late")
+    folder, flags = tmp_path / "checkpoint", [*NORMUON, *ASYNC, *flags]
+    run, output = completed(tmp_path / "run", *flags, *EVERY_TWO, folder, fault="late")
     assert "scheduled an async checkpoint save at iteration       4" in output
     assert verify(capsys, folder / "iter_0000004")[0] == 0
-    again = ["--load", folder, "--ckpt-step", 4, *EVERY_TWO, tmp_path / "again", *flags]
-    resumed, _ = completed(tmp_path / "resumed", *optimizer, *again)
+    again = ["--load", folder, "--ckpt-step", 4, *EVERY_TWO, tmp_path / "again"]
+    resumed, _ = completed(tmp_path / "resumed", *flags, *again)
     assert_ends_as(resumed, run, 2)
 
 
-@pytest.mark.parametrize("flags", [(), full(ASYNC)], ids=["sync", "async"])
-def test_a_full_disk_leaves_what_was_saved_before(tmp_path, straight, capsys, flags):
+def test_a_full_disk_leaves_what_was_saved_before(tmp_path, straight, capsys):
     folder = tmp_path / "checkpoint"
-    status, output = begun(tmp_path / "full", *MUON, *EVERY_TWO, folder, *flags, fault="full")
+    status, output = begun(tmp_path / "full", *MUON, *EVERY_TWO, folder, fault="full")
     assert status == 1, output[-4000:]
     assert verify(capsys, folder)[0] == 0
     assert_goes_on(tmp_path, folder, straight, capsys)
@@ -165,11 +142,6 @@ def test_a_full_disk_leaves_what_was_saved_before(tmp_path, straight, capsys, fl
 
 def missing(folder):
     (newest(folder) / "__0_0.distcp").unlink()
-
-
-def truncated(folder):
-    file = newest(folder) / "__0_0.distcp"
-    os.truncate(file, file.stat().st_size // 2)
 
 
 def flipped(folder):
@@ -180,10 +152,6 @@ def flipped(folder):
     data = torch.load(io.BytesIO(archive)).numpy().tobytes()
     raw[start + archive.index(data) + len(data) // 2] ^= 4
     file.write_bytes(raw)
-
-
-def without_format(folder):
-    (newest(folder) / "metadata.json").unlink()
 
 
 def tracker_of_another(folder):
@@ -219,19 +187,10 @@ def code_in_an_object(folder, key="rng_state"):
 # Other ways to put code into a file: tests/checkpoints/test_gate.py. Other data in a tensor's place: test_sums.py.
 DAMAGES = {
     "missing": (missing, ["__0_0.distcp", "No such file", "megatron-eopt verify-checkpoint"]),
-    "truncated": (truncated, ["EOFError", "megatron-eopt verify-checkpoint"]),
     "flipped": (flipped, [MOMENTUM, "are not what was saved", "load another checkpoint"]),
-    "checksums are a text": (
-        common_with(lambda common: common.update(megatron_eopt_checksums="none")),
-        ["checksums of its tensors are damaged", "--no-checksums"],
-    ),
     "checksums are gone": (
         common_with(lambda common: common.pop("megatron_eopt_checksums")),
         ["checksums of its tensors are gone", "--no-checksums"],
-    ),
-    "without format": (
-        without_format,
-        ["Missing key in checkpoint", "megatron-eopt verify-checkpoint"],
     ),
     "tracker of another": (
         tracker_of_another,
@@ -265,21 +224,12 @@ def test_a_damaged_checkpoint_is_refused(tmp_path, checkpoint, damage):
     assert files(checkpoint) == before
 
 
-@pytest.mark.parametrize("damage", ["missing", full("flipped"), "code in the layout"])
+@pytest.mark.parametrize("damage", ["missing", "code in the layout"])
 def test_two_ranks_refuse_together(checkpoint, damage):
     make, words = DAMAGES[damage]
     make(checkpoint)
     done = start(2, *SMALL_GPT, *RUN, *MUON, *TP2, "--load", checkpoint, timeout=120)
     assert_refused(done.returncode, done.stdout, words)
-
-
-def test_nan_in_the_momentum_is_refused(tmp_path, capsys):
-    folder = tmp_path / "checkpoint"
-    begun(tmp_path / "run", *MUON, *EVERY_TWO, folder, "--exit-interval", 4, fault="nan")
-    status, report = verify(capsys, folder)
-    assert (status, MOMENTUM in report, "has NaN or infinite" in report) == (1, True, True), report
-    status, output = begun(tmp_path / "resumed", *MUON, "--load", folder)
-    assert (status, "values that are not finite" in output) == (1, True), output[-2000:]
 
 
 def test_code_is_refused_before_arguments_are_read(tmp_path, checkpoint):
@@ -291,19 +241,9 @@ def test_code_is_refused_before_arguments_are_read(tmp_path, checkpoint):
     assert not (checkpoint / "mark").exists()
 
 
-def test_what_the_user_trusts_is_loaded(tmp_path, checkpoint):
-    code_in_the_layout(checkpoint)
-    completed(tmp_path / "resumed", *MUON, "--load", checkpoint, "--trust-checkpoint-globals", "builtins.exec")
-    assert (checkpoint / "mark").exists()
-
-
-@pytest.mark.parametrize(
-    "optimizer",
-    [full(MUON, id="muon"), full(NORMUON, id="normuon"), pytest.param([*NORMUON, "--bf16", *SHARED], id="distributed")],
-)
-def test_a_save_writes_nothing_elsewhere(tmp_path, optimizer):
+def test_a_save_writes_nothing_elsewhere(tmp_path):
     folder = tmp_path / "checkpoint"
-    completed(tmp_path / "run", *optimizer, *EVERY_TWO, folder, "--exit-interval", 2)
+    completed(tmp_path / "run", *NORMUON, "--bf16", *SHARED, *EVERY_TWO, folder, "--exit-interval", 2)
     written = sorted(files(folder))
     assert written == [f"iter_0000002/{name}" for name in (".metadata", "__0_0.distcp", "metadata.json")] + [TRACKER]
     assert not list((tmp_path / "run" / "directory").iterdir())  # where it ran

@@ -79,9 +79,7 @@ Q_LATENT = {"q_lora_rank": 24, "kv_lora_rank": 20, "qk_pos_emb_head_dim": 8}
         ),
         ("in_proj", {}, {"in_proj_split_names": [*LINEAR_ATTENTION]}, "all", LINEAR_ATTENTION, (1, 2)),
         ("mapping_proj", {"mhc_num_residual_streams": 4}, {}, "all", {"pre": 4, "post": 4, "res": 16}, (1,)),
-        ("linear_q", HEADS, {}, "all", {"": 64}, (1,)),
         ("linear_q", HEADS, {}, "per_head", {f"q {i}": 16 for i in range(4)}, (1,)),
-        ("linear_kv", HEADS, {}, "all", {"k": 64, "v": 64}, (1,)),
         ("linear_kv", HEADS, {}, "per_head", {f"{part} {i}": 16 for part in "kv" for i in range(4)}, (1,)),
         ("linear_qkv_down_proj", Q_LATENT, {}, "all", {"q": 24, "kv": 20, "k_rope": 8}, (1,)),
     ],
@@ -101,7 +99,6 @@ def test_the_rows_of_each_matrix_of_a_fused_parameter(layer, config, said, split
     ("layer", "split", "expected"),
     [
         ("mapping_proj", "all", None),  # another's of this name
-        ("linear_proj", "per_head", None),
         ("in_proj", "none", WHOLE),
         ("in_proj", "default", r"matrices that this package does not know.*\(split: none\).*\(optimizer: adam\)"),
     ],
@@ -169,7 +166,6 @@ def test_gate_and_up_of_experts_by_turns():
     ("layer", "ranks", "cut", "sequence_parallel", "warned"),
     [
         ("linear_kv_down_proj", 2, True, False, True),
-        ("linear_kv_down_proj", 2, True, True, True),
         ("linear_qkv_down_proj", 2, True, False, True),
         ("linear_kv_down_proj", 2, False, False, True),  # Transformer Engine's: each rank has all rows
         ("linear_kv_down_proj", 2, False, True, False),

@@ -2,7 +2,6 @@
 
 import pytest
 
-from megatron_eopt import registry
 from tests.megatron.runs import (
     FILES,
     MUON,
@@ -58,11 +57,3 @@ def test_lion_beside_muon_equals_megatrons_own(tmp_path):
     assert len(having(ours["after"], "exp_avg")) == 7
     assert ours["losses"][-1] < 0.6 * ours["losses"][0]
     assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-4)
-
-
-def test_settings_of_lion_come_from_its_own_flags():
-    from megatron.core.optimizer import OptimizerConfig
-
-    config = OptimizerConfig(optimizer="lion", lr=0.1, weight_decay=0.2, lion_beta1=0.8, adam_beta1=0.7)
-    kwargs = registry.get_optimizer_entry("lion").config_to_kwargs(config, [], None)
-    assert kwargs == {"lr": 0.1, "betas": (0.8, 0.98), "weight_decay": 0.2}

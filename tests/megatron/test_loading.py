@@ -8,7 +8,6 @@ import torch
 
 from tests.megatron import runs
 from tests.megatron.runs import (
-    ADAPTIVE,
     FILES,
     LAUNCHER,
     MUON,
@@ -113,16 +112,6 @@ def test_megatrons_own_muon_and_ours_go_on_from_one_another(tmp_path, saved, her
     assert found["losses"] == pytest.approx(straight["losses"][4:], rel=1e-5)
 
 
-@pytest.mark.full
-def test_weights_alone_load_where_the_user_says_so(tmp_path, saved):
-    checkpoint, muon = saved(*MUON)
-    (adaptive,), output = load(tmp_path, checkpoint, *ADAPTIVE, "namo", "--no-load-optim")
-    assert "all optimizer state begins at zero" in output
-    for name, state in adaptive["before"].items():
-        assert torch.equal(state["parameter"], muon["after"][name]["parameter"])
-        assert not state.get("momentum_buffer", torch.zeros(1)).any()
-
-
 def test_a_changed_learning_rate_is_what_the_user_asked_for(tmp_path, saved):
     checkpoint, _ = saved(*MUON)
     rates = [*MUON, "--lr", 5e-3, "--min-lr", 5e-3]
@@ -153,14 +142,6 @@ def test_a_schedule_that_is_to_be_the_checkpoints_counts_from_the_first_step_on(
     assert "changed since the checkpoint" not in output
     assert "goes on with other settings" not in output
     assert "lr 0.005 -> 0.01; min_lr 0.005 -> 0.01; weight decay 0.3 -> 0.01" in output
-
-
-def test_a_resume_that_pads_its_vocabulary_otherwise_says_so(tmp_path, saved):
-    checkpoint, _ = saved(*MUON)
-    _, output = load(tmp_path, checkpoint, *MUON, "--make-vocab-size-divisible-by", 80)
-    (said,) = re.findall("warning: (the vocabulary is .*)", output)
-    assert "(embedding.word_embeddings.weight is (160, 64), and was (128, 64))" in said
-    assert "--make-vocab-size-divisible-by sets the padding" in said
 
 
 @pytest.mark.wide

@@ -6,8 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from megatron_eopt import TensorParallelMuon
 from megatron_eopt.checkpoints.contents import CheckpointError
@@ -15,8 +13,7 @@ from megatron_eopt.checkpoints.states import BLOCK, BLOCK_FORMAT
 from megatron_eopt.megatron.checkpoints.changes import report_padding, report_settings
 from megatron_eopt.megatron.checkpoints.fsdp_dtensor import SavedShards
 from megatron_eopt.megatron.checkpoints.group_settings import restore_schedules, schedules, settings_after_load
-from megatron_eopt.megatron.checkpoints.refusals import mismatch, of_another, problem_of, stacks_layers, too_new
-from megatron_eopt.megatron.checkpoints.sharded_state import have_common, merged
+from megatron_eopt.megatron.checkpoints.refusals import mismatch, of_another, stacks_layers
 
 MODEL = {"decoder.weight", "output.weight"}
 
@@ -43,7 +40,6 @@ DISTRIBUTED = ADAM | states("decoder.weight", "param")  # as the distributed opt
             "it holds exp_avg, exp_avg_sq for decoder.weight, and Muon needs momentum_buffer: Adam wrote it. ",
         ),
         (NORMUON, MUON, "and Muon needs moment2_buffer, momentum_buffer: another optimizer wrote it, or this one with"),
-        (MUON, NORMUON, "it holds moment2_buffer, momentum_buffer for decoder.weight, and Muon needs momentum_buffer:"),
         (MUON | FP32_COPY, MUON, "it holds momentum_buffer for decoder.weight, and Muon needs fp32_param, momentum_"),
         (states("output.weight", "momentum_buffer"), MUON, "holds no state for output.weight, and Muon needs"),
     ],
@@ -57,11 +53,8 @@ def test_reasons(wanted, stored, message):
     ("wanted", "stored", "helps"),
     [
         (MUON, ADAM, True),
-        (MUON | FP32_COPY, ADAM | FP32_COPY, True),
         (MUON | FP32_COPY, DISTRIBUTED, True),
-        (MUON, DISTRIBUTED, True),
         (NORMUON, ADAM, False),  # there is nothing to make its second moments from
-        (MUON, states("decoder.weight", "exp_avg"), False),  # Lion's
         (MUON, ADAM | states("output.weight", "momentum_buffer"), False),  # Muon had some, and these are loaded
     ],
 )
@@ -84,7 +77,6 @@ def test_second_moments_of_adam_may_be_left():
         (None, "SOAP", True),  # Adam, to whom a part of it would be enough
         ("Scion", "Scion", False),
         ("Scion", "TheirMuon", False),
-        ("TheirMuon", "TensorParallelMuon", False),
         (None, "AdamW", False),
     ],
 )
@@ -96,23 +88,11 @@ def test_equal_names_and_shapes_do_not_make_it_the_same_state(name, wrote, refus
     assert of_another(name, states("output.weight", "momentum_buffer"), [block]) is None
 
 
-INDICES = st.dictionaries(st.sampled_from("abc"), st.lists(st.integers(0, 40), min_size=1, unique=True), max_size=3)
-
-
-@given(st.lists(INDICES, max_size=4))
-def test_names_of_all_ranks_are_those_of_each(ranks):
-    names = merged(ranks)
-    for key in "abc":
-        there = {index for indices in ranks for index in indices.get(key, ())}
-        assert names.get(key, []) == sorted(there)
-        assert {index for index in range(45) if have_common({key: [index]}, names)} == there
-
-
 NOW = {"params": [1], "lr": 0.0, "weight_decay": 0.2, "max_lr": 1e-2, "min_lr": 0.0, "betas": (0.9, 0.95), "rung": "b"}
 THEN = {"lr": 3e-3, "weight_decay": 0.2, "max_lr": 1e-2, "min_lr": 0.0, "betas": [0.9, 0.95], "rung": "a"}
 
 
-@pytest.mark.parametrize("was", [160, 128, 129])
+@pytest.mark.parametrize("was", [160, 128])
 def test_another_padding_of_the_vocabulary(capsys, was):
     requested = [
         SimpleNamespace(key=key, allow_shape_mismatch=padded, global_shape=(160, 4))
@@ -135,13 +115,10 @@ LOADED = THEN | {"params": [1], "betas": (0.9, 0.95)}
         ({"betas": (0.9, 0.99)}, [{}], LOADED | {"betas": (0.9, 0.99)}, {"betas": ([0.9, 0.95], (0.9, 0.99))}),
         # a changed schedule does not go on where the old one stood
         ({"max_lr": 5e-3}, [{}], LOADED | {"max_lr": 5e-3, "lr": 0.0}, {"max_lr": (1e-2, 5e-3)}),
-        # a weight decay that stays is a setting
-        ({"weight_decay": 0.3}, [{}], LOADED | {"weight_decay": 0.3}, {"weight_decay": (0.2, 0.3)}),
         # where groups of other values are now one
         ({}, [{"weight_decay": 0.2}, {"weight_decay": 0.4}], LOADED, {"weight_decay": (0.4, 0.2)}),
         ({}, [{"lr": 1e-3}, {"lr": 2e-3}], LOADED | {"lr": 0.0}, {"lr": ([1e-3, 2e-3], 0.0)}),
         # a count of steps is no setting that the user has changed
-        ({}, [{"step": 7}, {"step": 7}], LOADED | {"step": 7}, {}),
         ({"step": 1}, [{"step": 7}], LOADED | {"step": 7}, {}),
         # what an override had set goes, and what the optimizer had computed comes along
         ({}, [{"optimizer": "lion", "d": 0.5}], LOADED | {"d": 0.5}, {"optimizer": ("lion", "the optimizer's own")}),
@@ -150,7 +127,6 @@ LOADED = THEN | {"params": [1], "betas": (0.9, 0.95)}
         # an empty group stays as it was built
         ({}, [], NOW, {}),
         # a checkpoint from before a setting was one of groups leaves it as the run has it
-        (OWN, [{}], LOADED | OWN, {}),
         (OWN, [OWN | {"nesterov": True}], LOADED | OWN, {"nesterov": (True, False)}),
     ],
 )
@@ -182,7 +158,6 @@ QUINTIC = TensorParallelMuon([torch.ones(2, 2)])
         ({}, ""),
         ({"lr": 0.1, "weight_decay": 0.2, "num_ns_steps": 3, "weight_norm": "brake"}, ""),  # groups have them
         ({"tp_mode": "auto"}, "tp_mode duplicated -> auto"),
-        ({"fp32_matmul_prec": "highest"}, "fp32_matmul_prec medium -> highest"),
     ],
 )
 def test_settings_of_the_whole_optimizer_that_changed_are_named(capsys, settings, said):
@@ -216,11 +191,6 @@ LATER = (
     f"it was written by a later release of megatron_eopt (format {BLOCK_FORMAT + 1}; this one reads up to "
     f"{BLOCK_FORMAT}): update the package"
 )
-
-
-def test_a_later_format_is_refused_before_anything_is_loaded():
-    assert problem_of([], {}, [{"format": BLOCK_FORMAT}, {"format": BLOCK_FORMAT + 1}]) == LATER
-    assert too_new(BLOCK_FORMAT) is None
 
 
 def test_a_later_format_is_refused_under_megatron_fsdp():

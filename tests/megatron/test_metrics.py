@@ -8,7 +8,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_eopt.megatron import metrics_log
-from tests.megatron.runs import EXACT, FILES, MUON, SHARED, TP2, assert_same_ranks, full, refused, train, wide
+from tests.megatron.runs import EXACT, FILES, MUON, SHARED, TP2, assert_same_ranks, train, wide
 from tests.megatron.test_megatron_fsdp import fsdp
 from tests.test_metrics import DOCUMENTED
 
@@ -34,11 +34,11 @@ def written(folder, ranks, *flags):
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     folder = tmp_path_factory.mktemp("alone")
-    return *written(folder, 1, "--log-interval", 2), folder / "figures"
+    return written(folder, 1, "--log-interval", 2)
 
 
 def test_the_curves_are_those_of_the_run(alone):
-    found, output, _ = alone
+    found, output = alone
     own = {tag: points for tag, points in found.items() if tag.startswith(("muon/", "adam/"))}
     assert {tag.partition("/")[2] for tag in own if tag.startswith("muon/")} == DOCUMENTED
     assert {tag: [step for step, _ in points] for tag, points in own.items()} == {tag: [2, 4, 6] for tag in own}
@@ -50,27 +50,21 @@ def test_the_curves_are_those_of_the_run(alone):
     assert all(0.5 < rms < 1.1 for _, rms in own["adam/update_rms"])
     assert all(0 < residual < 1 for _, residual in own["muon/residual"])
     assert all(rate == pytest.approx(1e-2) for name in ("muon", "adam") for _, rate in own[f"{name}/learning_rate"])
-    lines = re.findall(
-        r"^megatron_eopt: iteration +(\d+) \| muon: learning rate 0\.01, grad norm .*\| adam: ",
-        output,
-        re.MULTILINE,
-    )
-    assert lines == ["2", "4", "6"]
+    line = r"^megatron_eopt: iteration +(\d+) \| muon: learning rate 0\.01, grad norm .*\| adam: "
+    assert re.findall(line, output, re.MULTILINE) == ["2", "4", "6"]
 
 
 @pytest.mark.parametrize(
     ("ranks", "flags"),
     [
         (2, TP2),
-        wide(2, [*TP2, "--muon-tp-mode", "gram"]),
         wide(2, SHARED),
-        wide(2, ["--use-torch-fsdp2"]),
         wide(2, fsdp("optim_grads")),
-        full(4, [*TP2, "--use-torch-fsdp2"]),
+        wide(4, [*TP2, "--use-torch-fsdp2"]),
     ],
 )
 def test_figures_are_those_of_one_rank(alone, tmp_path, ranks, flags):
-    expected, *_ = alone
+    expected, _ = alone
     found, _ = written(tmp_path, ranks, "--log-interval", 2, "--micro-batch-size", 1, *flags)
     tags = {tag for tag in expected if tag.startswith(("muon/", "adam/", "layers/"))}
     assert "layers/update_ratio of linear_fc2" in tags
@@ -90,8 +84,6 @@ def test_an_interval_of_ones_own_and_none(tmp_path):
     assert re.findall(r"^megatron_eopt: iteration +(\d+)", output, re.MULTILINE) == ["3", "4", "5", "6"]
     assert "its second lm loss is the mean of two steps" in output
     assert_same_ranks(resumed, plain)
-    said = refused(*RUN, "--optimizer-metrics-interval", -1)
-    assert "--optimizer-metrics-interval: the value must be a whole number of at least 0, got -1" in said
 
 
 def test_what_weights_and_biases_gets(monkeypatch):

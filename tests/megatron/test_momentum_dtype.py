@@ -9,7 +9,6 @@ from tests.megatron.runs import (
     CLIP,
     FILES,
     MUON,
-    SHARED,
     TP2,
     manifest_of,
     refused,
@@ -79,12 +78,6 @@ def test_momenta_in_fp32_are_rounded_once_by_a_load(tmp_path):
         assert torch.equal(momentum, expected[name].bfloat16())
     assert 2 * state_bytes(tmp_path / "16") == state_bytes(tmp_path / "32") > 0
     assert rank["groups"][0][0]["momentum_steps"] == 2  # of this kind
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("layout", [[], SHARED, ["--ckpt-format", "torch"]], ids=["replicas", "distributed", "torch"])
-def test_data_parallel_ranks_resume_bit_for_bit(tmp_path, layout):
-    resumed(tmp_path, 2, *RUN, *BF16, *layout, "--bf16")
 
 
 def test_megatrons_own_adam_has_no_such_momentum():

@@ -50,12 +50,11 @@ def groups_with(rank, key):
 @pytest.mark.parametrize(
     ("ranks", "flags", "select", "settings"),
     [
-        (1, [], "layers.1.mlp.linear_fc1.weight", {"lr": 0, "min_lr": 0}),
         (1, [], "layers.0.mlp.linear_fc2.weight", {"exclude": True}),
         (2, PP2, "decoder.layers.1.*", {"lr": 0, "min_lr": 0}),  # on the second stage it is layer 0
         (2, [*MOE, *EP2], "local_experts.3.*", {"exclude": True}),
     ],
-    ids=["rate", "excluded", "PP2", "EP2"],
+    ids=["excluded", "PP2", "EP2"],
 )
 @pytest.mark.shows("overrides that exclude parameters")
 def test_an_override_holds_what_it_selects_of_the_whole_model_and_nothing_else(
@@ -141,7 +140,6 @@ AFTER = ["--lr", "5e-3", "--min-lr", "5e-4", "--muon-lr", "3e-2", "--muon-min-lr
     ("flags", "after"),
     [
         pytest.param(["--decoupled-lr", "3e-3"], AFTER, id="own rates of embeddings"),
-        wide(["--bf16", "--use-mup", "--mup-base-hidden-size", 32], AFTER, id="muP in bf16"),
         # from 0.19 on Megatron finds groups by their rates there, so that only what is no rate of theirs can change
         wide(["--ckpt-format", "torch"], [*BEFORE[:-1], 0.2], id="torch format"),
     ],
@@ -165,24 +163,18 @@ def test_settings_of_single_optimizers_take_effect_and_resume_as_they_were(tmp_p
     flags = overrides(
         {"select": "layers.0.mlp.linear_fc1.weight", "beta2": 0.5},
         {"select": "layers.1.mlp.linear_fc1.weight", "start_wd": 0.4, "end_wd": 0.2},
-        {"select": "linear_fc2.weight", "optimizer": "soap"},
-        {"select": "layers.1.mlp.linear_fc2.weight", "shampoo_beta": 0.5, "use_kl_shampoo": False},
     )
     decay = ["--weight-decay-incr-style", "linear", "--start-weight-decay", 0, "--end-weight-decay", "0.1"]
-    run = [*STEPS, "--optimizer", "adaptive_muon", *COSINE, *decay, "--soap-shampoo-beta", 0.9]
+    run = [*STEPS, "--optimizer", "adaptive_muon", *COSINE, *decay]
     ((straight,), output), _ = resumed(tmp_path, 1, *run, *flags)
     adaptive = groups_with(straight, "beta2")
     assert sorted(group["beta2"] for group in adaptive) == [0.5, 0.95, 0.95]
-    assert sorted(group["shampoo_beta"] for group in groups_with(straight, "shampoo_beta")) == [0.5, 0.9]
     assert [group["weight_decay"] for group in adaptive if "start_wd" not in group] == [pytest.approx(0.1)] * 2
     for groups, expected in ((straight["groups_of_steps"][2], 0.3), (straight["groups"], 0.2)):
         (own,) = (group for of_one in groups for group in of_one if group.get("start_wd") == 0.4)
         assert own["weight_decay"] == pytest.approx(expected)
 
-    said, file = " ".join(output.split()), f"({tmp_path}/overrides.json:1)"
-    assert f"decoder.layers.0.mlp.linear_fc1.weight: beta2 0.5 {file}" in said
-    assert f"end_wd 0.2 {file}, start_wd 0.4 {file}" in said
-    assert f"shampoo_beta 0.5 {file}, use_kl_shampoo False {file}" in said
+    assert f"end_wd 0.2 ({tmp_path}/overrides.json:1), start_wd 0.4 (" in " ".join(output.split())
     assert "without effect" not in output
 
 

@@ -5,13 +5,11 @@ import itertools
 
 import pytest
 
-from megatron_eopt.family import OPTIMIZERS
 from tests.megatron.runs import (
-    ADAPTIVE,
     EP2,
     EXACT,
     FILES,
-    MUON,
+    FLAGS,
     PP2,
     SHARED,
     TP2,
@@ -26,31 +24,6 @@ from tests.megatron.runs import (
 from tests.megatron.test_same_gradients import GPT, PLAIN, PROGRAM
 from tests.megatron.test_same_gradients import OPTIMIZERS as OF_SAME_GRADIENTS
 
-CASES = {
-    "muon": MUON,
-    "adamuon": [*ADAPTIVE, "adamuon"],
-    "normuon": [*ADAPTIVE, "normuon"],
-    "namo": [*ADAPTIVE, "namo"],
-    "lion": ["--optimizer", "lion", "--lr", "1e-3", "--min-lr", "1e-3"],
-    "muon+lion": [*MUON, "--muon-scalar-optimizer", "lion"],
-}
-OWN = {
-    "spectron": ["--spectron-rank", 4],
-    # With fewer tokens than a matrix has rows, rounding (by the ranks and the CPU) chooses a part of its bases.
-    "soap": ["--lr", "3e-3", "--min-lr", "3e-3", "--seq-length", 256, "--max-position-embeddings", 256],
-    "signum": ["--lr", "1e-3", "--min-lr", "1e-3"],
-    "psgd_kron": ["--lr", "1e-3", "--min-lr", "1e-3"],
-    "ademamix": ["--lr", "1e-3", "--min-lr", "1e-3"],
-    "scion": ["--muon-lr", "4e-4", "--muon-min-lr", "4e-4"],
-    # At 1e-2 its correction amplifies bf16's rounding tenfold, on one rank too: micro-batches of one in place of two
-    # change the eighth loss by 0.4 %, and Muon's by 0.05 %.
-    "mars_muon": ["--lr", "3e-3", "--min-lr", "3e-3"],
-}
-RELATIVES = {
-    name: ["--optimizer", name, *OWN.get(name, [])]
-    for name in OPTIMIZERS
-    if name not in ("muon", "adaptive_muon", "lion")
-}
 (TP, _), (PP, _), (EP, _) = TP2, PP2, EP2
 TP_CHAIN = [(2, [TP, 2]), (1, []), (2, [TP, 2]), (4, [TP, 4])]
 BF16 = ["--bf16"]
@@ -64,7 +37,6 @@ CHAINS = {
     "TP": (TP_CHAIN, []),
     "TP-bf16": (TP_CHAIN, BF16),
     "PP": ([(1, []), (2, [PP, 2]), (1, [])], []),
-    "DP": ([(1, []), (2, []), (1, [])], []),
     "TP-DP": ([(4, [TP, 2]), (2, []), (1, []), (4, [TP, 2])], []),
     "DP-distributed": ([(2, SHARED), (1, SHARED), (2, SHARED)], BF16),
     "DP-distributed-fp32": ([(2, SHARED), (1, []), (2, SHARED), (1, SHARED)], []),
@@ -86,23 +58,17 @@ CHAINS = {
 }
 STEPS = 2  # in each layout
 # The others are run by `make test-full`.
-SOONER = {("muon", "TP"): pytest.param, ("muon", "PP"): pytest.param, ("muon", "EP-distributed"): wide}
-OF_MUON = ("TP2-PP2-DP2", "PP2-EP2-ETP2", "DP-distributed-fp32", "FSDP")
-OF_RELATIVES = {"TP-bf16", "PP", "DP-distributed", "FSDP-bf16", "FSDP-alone", "EP"}
+SOONER = {("muon", "TP"): pytest.param, ("muon", "PP"): pytest.param, ("soap", "TP-DP"): wide}
+SOONER |= {("muon", chain): wide for chain in ("EP-distributed", "TP2-PP2-DP2", "PP2-EP2-ETP2", "FSDP")}
+SOONER |= {("muon", "DP-distributed-fp32"): wide}
+OF_ALL = ("TP-bf16", "PP", "DP-distributed", "FSDP-bf16", "FSDP-alone", "EP")
 ONE_SIDE = {"normuon", "spectron"}  # which refuse matrices that are cut along both sides
 MOVES = [
-    *((name, chain) for name, chain in itertools.product(CASES, CHAINS) if chain not in (*OF_MUON, "TP-DP")),
-    *((name, chain) for name, chain in itertools.product(RELATIVES, CHAINS) if chain in OF_RELATIVES),
-]
-MOVES = [
     SOONER.get(move, full)(*move, id="-".join(move))
-    for move in MOVES
+    for move in {**SOONER, **dict.fromkeys(itertools.product(FLAGS, OF_ALL))}
     if move[1] != ("FSDP-bf16" if move[0] in ONE_SIDE else "FSDP-alone")
-    # which is refused
-    and not (move[1] == "DP-distributed" and OPTIMIZERS.get(move[0]) and OPTIMIZERS[move[0]].cls.train_weight_key)
+    and move != ("schedule_free_adamw", "DP-distributed")  # which is refused
 ]
-MOVES += [wide("muon", chain, id=f"muon-{chain}") for chain in OF_MUON]
-MOVES += [wide("soap", "TP-DP", id="soap-TP-DP")]  # shared over data parallelism
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +84,9 @@ def unmoved(tmp_path_factory):
 
 
 def run(optimizer, model):
-    flags = (CASES | RELATIVES)[optimizer]
+    flags = FLAGS[optimizer]
+    if optimizer == "soap":  # with fewer tokens than a matrix has rows, rounding chooses a part of its bases
+        flags = [*flags, "--seq-length", 256, "--max-position-embeddings", 256]
     if same_gradients(optimizer, model):
         flags = [*PLAIN, *OF_SAME_GRADIENTS[optimizer]]
     return ["--num-layers", 2, *model, *flags, *EXACT, *FILES, "--train-iters", len(TP_CHAIN) * STEPS]

@@ -39,19 +39,6 @@ def test_evaluation_and_checkpoints_are_at_the_average_and_training_goes_on(tmp_
         assert one["losses"] == other["losses"][-len(one["losses"]) :]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("precision", [[], ["--bf16"]], ids=["fp32", "bf16"])
-def test_what_an_asynchronous_save_writes_is_of_one_step(tmp_path, precision):
-    """Training goes on, and evaluates, while the worker writes what the parameters and their average were."""
-    run = [*RUN, *precision, *TP2, "--train-iters", 6]
-    asynchronous = ["--async-save", "--async-strategy", "mcore", "--use-persistent-ckpt-worker"]
-    saved = ["--save", tmp_path / "checkpoint", "--save-interval", 2]
-    straight, _ = train(tmp_path / "straight", 2, *run)
-    train(tmp_path / "saved", 2, *run, *EVALUATED, *asynchronous, *saved)
-    resumed, _ = train(tmp_path / "resumed", 2, *run, "--load", tmp_path / "checkpoint", "--ckpt-step", 2)
-    assert_same_ranks(resumed, straight)
-
-
 def test_a_schedule_of_the_rate_is_warned_of():
     done = start(1, *SMALL_GPT, *RUN, "--lr-decay-style", "cosine", "--min-lr", "1e-3", "--train-iters", 3)
     assert done.returncode == 0

@@ -11,7 +11,6 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_repl
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 
 from megatron_eopt.matrices import query_key_value
-from megatron_eopt.megatron.checkpoints.keys import name_layers, set_per_layer_keys
 from megatron_eopt.megatron.checkpoints.shards import joined, sharded_state
 from megatron_eopt.parallel.layout import Layout, split_layout
 from megatron_eopt.parallel.rectangles import cut, whole
@@ -110,23 +109,3 @@ def test_a_tensor_of_one_rank_is_saved_whole_by_it_and_by_no_other(computes, swi
         found = [(each.global_shape, is_main_replica(each.replica_id)) for each in saved]
         assert found == ([((LAYERS, 5, 5), True)] if rank == computes else [])
         assert torch.equal(joined(tensor, [each.data for each in saved], tuple(local.shape)), local)
-
-
-def test_each_model_of_a_process_has_its_own_names_of_layers():
-    """Also the second one: what is saved of a model follows its own optimizer, and what is loaded the checkpoint."""
-
-    def metadata_of(chunk, **loading):
-        """What Megatron would build a state dict by."""
-        metadata = {"singleton_local_shards": False}
-        given = name_layers(lambda args, model, optim_sd_kwargs=None, model_sd_kwargs=None: metadata)
-        return given(None, [chunk], {"metadata": metadata, **loading}, model_sd_kwargs={"metadata": metadata})
-
-    apart, alike = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
-    set_per_layer_keys([apart], True)
-    set_per_layer_keys([alike], False)
-    as_megatron_has_it = {"singleton_local_shards": False}
-    assert metadata_of(apart) == {"singleton_local_shards": False, "non_homogeneous_layers": True}
-    assert metadata_of(alike) == as_megatron_has_it
-    assert metadata_of(apart, is_loading=True) == as_megatron_has_it
-    in_the_torch_format = name_layers(lambda args, model, model_sd_kwargs: model_sd_kwargs)
-    assert in_the_torch_format(None, [apart], {"metadata": None}) == {"metadata": None}

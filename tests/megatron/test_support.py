@@ -7,7 +7,7 @@ import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
-from support_matrix import FEATURES, RELEASES, support_matrix
+from support_matrix import RELEASES
 
 import megatron_eopt.megatron.overrides  # noqa: F401  Run asks which parameters are no matrices, in Megatron's ParamKey
 from megatron_eopt.megatron import releases
@@ -38,7 +38,6 @@ def run(optimizer="muon", release="0.19.2", *, settings=None, own=None, **facts)
 
 
 LION = {"optimizer": "lion", "leaves_scalars": False}
-TORCH_FORMAT = SimpleNamespace(ckpt_format="torch")
 AVERAGING = LION | {"optimizer": "schedule_free_adamw"}
 DEALT = {"layer_wise": True, "ddp": DISTRIBUTED, "data_parallel": 2, "whole_matrices": True}
 # In the order of the rules.
@@ -161,20 +160,15 @@ def test_what_cannot_work_is_refused_with_what_works_instead(name):
         run(ddp=DistributedDataParallelConfig(), model=SimpleNamespace(fp8_param=False), data_parallel=8),
         run(settings={"bf16": False, "loss_scale": 1024.0}),  # Megatron's fp32 optimizer has no loss scale
         *(run(release=each, layer_wise=True, data_parallel=2, settings={"bf16": False}) for each in RELEASES),
-        *(run(**own, settings={"decoupled_weight_decay": False}) for own in ({}, LION)),
-        run(settings={"loss_scale": 1.0}),
+        run(settings={"decoupled_weight_decay": False, "loss_scale": 1.0}),
         run("adaptive_muon", settings={"muon_scalar_optimizer": "lion"}),
-        run(**LION),
         run(**LION, layer_wise=True, data_parallel=2),  # the way of 0.19's scripts: whole gradients on every rank
         run(**DEALT, settings={"overlap_param_gather": True}),
-        run(**DEALT, settings={"bf16": False}),
         run(**DEALT, expert_data_parallel=1, settings={"overlap_param_gather": True}),
         run(ddp=DISTRIBUTED),  # one rank has all of every gradient
         run(**DEALT | {"data_parallel": 1}),
         run(release="0.20.0", ddp=SimpleNamespace(use_megatron_fsdp=True, megatron_fsdp_version=1)),
-        run(wrapper="FullyShardedDataParallelV1", release="0.20.0"),
         run(wrapper="TorchFullyShardedDataParallel", release="0.20.0"),
-        run(release="0.20.0rc1", layer_wise=True, settings={"overlap_param_gather": True}),
         run(**LION, grouped_experts="mlp.experts.linear_fc1.weight"),  # element by element, whosever they are
         run(args=SimpleNamespace(ckpt_format="torch")),
     ],
@@ -182,20 +176,6 @@ def test_what_cannot_work_is_refused_with_what_works_instead(name):
 def test_what_works_is_not_refused(works):
     assert unsupported(works) == []
     refuse_unsupported(works)
-
-
-@pytest.mark.parametrize(
-    ("refused", "message"),
-    [
-        # on one rank, too
-        (run(ddp=DISTRIBUTED, layer_wise=True), r"\(data-parallel ranks: 1\): wrap it by .*wrap_model_chunks_with_ddp"),
-        # of an optimizer that overrides name
-        (run(**LION, grouped_experts="a.weight", assigned=frozenset({"muon"})), "a.weight holds what is several exp"),
-    ],
-)
-def test_what_is_known_by_other_facts(refused, message):
-    with pytest.raises(ValueError, match=message):
-        refuse_unsupported(refused)
 
 
 def test_one_error_names_all_that_was_found():
@@ -276,52 +256,17 @@ def grouped_experts(single):
 
 @pytest.mark.parametrize("single", ["weight", "bias"])
 def test_experts_in_one_parameter_are_refused(single):
-    def check(optimizer):
-        refuse_unsupported(Run.of(config(optimizer), [model], groups()))
-
     model = Model()
     model.experts = grouped_experts(single)
-    for optimizer in ("muon", "soap", "dist_muon"):
-        with pytest.raises(
-            ValueError, match=rf"experts\.{single} holds what is several experts'.*--moe-single-grouped"
-        ):
-            check(optimizer)
-    check("lion")
+    with pytest.raises(ValueError, match=rf"experts\.{single} holds what is several experts'.*--moe-single-grouped"):
+        refuse_unsupported(Run.of(config("soap"), [model], groups()))
     getattr(model.experts, single).requires_grad = False
-    check("muon")
+    refuse_unsupported(Run.of(config("muon"), [model], groups()))
     model.experts = grouped_experts(None)
-    check("muon")
+    refuse_unsupported(Run.of(config("muon"), [model], groups()))
 
 
-def test_the_matrix_says_what_the_rules_say():
-    rows = {release: {row.feature: row for row in support_matrix(release)} for release in ("0.19.2", "0.20.0")}
-    assert all([*of_release] == [feature.name for feature in FEATURES] for of_release in rows.values())
-    assert rows["0.19.2"]["--loss-scale with --bf16"].note == "leave it away: bf16 needs no loss scale"
-    assert rows["0.19.2"]["--muon-scalar-optimizer lion"].works == "yes"
-    # what the layout of gradient buffers alone forbids works: runs do without it
-    shared = "--use-distributed-optimizer"
-    for of_release in rows.values():
-        works = {feature: row.works for feature, row in of_release.items()}
-        for what in ("with --bf16", "in fp32", "with lion", "with biases in experts"):
-            assert works[f"{shared} {what}"] == "yes"
-        assert works["--optimizer dist_muon with --bf16"] == "yes"
-        assert works[f"{shared} with schedule_free_adamw"] == "no"
-
-
-@pytest.mark.parametrize(
-    ("flags", "messages"),
-    [
-        (
-            ["--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor", "--data-parallel-sharding-strategy", "no_shard"],
-            ["'no_shard' of Megatron-FSDP leaves whole parameters on each rank: take optim, optim_grads"],
-        ),
-        (
-            ["--bf16", "--use-distributed-optimizer", "--fp8-format", "hybrid", "--fp8-param-gather"],
-            ["Megatron-Core 0.19", "rounded weights", "leave --fp8-param-gather and"],
-        ),
-    ],
-    ids=["Megatron-FSDP", "parameters in fp8"],
-)
-def test_a_run_is_refused_at_start(flags, messages):
+def test_a_run_is_refused_at_start():
+    flags = ["--bf16", "--use-distributed-optimizer", "--fp8-format", "hybrid", "--fp8-param-gather"]
     said = refused("--num-layers", 1, "--train-iters", 1, *MUON, *flags)
-    assert all(message in said for message in messages), said[-3000:]
+    assert "leave --fp8-param-gather and" in said, said[-3000:]

@@ -31,7 +31,6 @@ FSDP = ["--use-torch-fsdp2"]
     [
         (2, []),
         # a shard ends inside a query group, and k and v lie on some of the ranks
-        wide(4, ["--num-query-groups", 1]),
         wide(4, [*TP2, "--num-query-groups", 1, "--muon-split", "all"]),
         wide(4, ["--muon-tp-mode", "distributed"]),
         wide(4, [*TP2, "--muon-tp-mode", "gram"]),
@@ -48,16 +47,14 @@ def test_ranks_with_shards_train_as_one(tmp_path, ranks, flags):
     for name, of_one in expected.items():  # Adam's updates are of one size, however small a gradient is
         atol = 1e-5 if "momentum_buffer" in of_one else 1e-4
         torch.testing.assert_close(found[name]["parameter"], of_one["parameter"], rtol=0, atol=atol, msg=name)
-    # vectors of 64 entries are cut too, but for what tensor parallelism leaves whole
-    assert sum(rank["state_bytes"] for rank in sharded) <= alone["state_bytes"] * 1.01 * (1 if ranks < 4 else 1.02)
     assert max(rank["state_bytes"] for rank in sharded) <= alone["state_bytes"] / ranks * 1.05
 
 
-@pytest.mark.parametrize("flags", [wide(TP2), full([])], ids=str)
-def test_in_bf16_muon_goes_the_way_it_goes_on_one_rank(tmp_path, flags):
+@pytest.mark.wide
+def test_in_bf16_muon_goes_the_way_it_goes_on_one_rank(tmp_path):
     run = [*ONE_EACH, *MUON, "--bf16", "--train-iters", 5]
     expected, _ = train(tmp_path / "one", 1, *run)
-    found, _ = train(tmp_path / "run", 4, *run, *flags, *FSDP)
+    found, _ = train(tmp_path / "run", 4, *run, *TP2, *FSDP)
     assert_close_in_bf16(found, expected)
 
 
@@ -68,8 +65,6 @@ def test_in_bf16_muon_goes_the_way_it_goes_on_one_rank(tmp_path, flags):
         wide([*MUON, "--optimizer-momentum-dtype", "bf16", "--bf16"]),
         wide([*ADAPTIVE, "normuon", "--num-query-groups", 1]),
         full(["--optimizer", "schedule_free_adamw", "--eval-iters", 1, "--bf16"]),
-        full(["--optimizer", "schedule_free_adamw", "--eval-iters", 1]),
-        full([*MUON, "--ckpt-fully-parallel-load"]),
     ],
 )
 @pytest.mark.shows("--use-torch-fsdp2")

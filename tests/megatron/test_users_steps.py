@@ -29,7 +29,6 @@ RUN = ["--num-layers", 2, *MUON, *EXACT]
 ONE = ["--num-layers", 1, "--optimizer", "muon", "--train-iters", 1]
 SCALE = 2.0**26  # makes a gradient norm of 1 more than 5e7
 UNCHECKED = "--no-check-for-nan-in-loss-and-grad"
-FC1 = "decoder.layers.1.mlp.linear_fc1.weight"
 MISSED = "11 matrices were updated in the first step on rank 0, and the manifest has 12"
 
 
@@ -157,8 +156,7 @@ def test_a_preset_makes_updates_of_the_size_that_it_predicts(tmp_path, preset, p
     run = [*ONE, "--muon-preset", preset, "--optimizer-manifest-file", manifest]
     # one sequence of 32 tokens makes gradients of rank 32; these are of full rank
     batch = ["--micro-batch-size", 8, "--global-batch-size", 8, "--muon-coefficient-type", "polar_express"]
-    (rank,), output = train(tmp_path / "run", 1, *run, *batch, "--muon-num-ns-steps", 8, *EXACT)
-    assert preset != "match_adamw" or "megatron_eopt: warning:" not in output
+    (rank,), _ = train(tmp_path / "run", 1, *run, *batch, "--muon-num-ns-steps", 8, *EXACT)
     updates = update(rank)
     rows = {name: row for name, row in manifest_of(manifest).items() if row.matrices}
     assert rows.keys() == matrices(rank["after"]).keys()
@@ -168,46 +166,16 @@ def test_a_preset_makes_updates_of_the_size_that_it_predicts(tmp_path, preset, p
             assert updates[name].square().mean().sqrt().item() == pytest.approx(row.update_rms, rel=0.15), name
 
 
-PUBLISHED = {
-    "kimi-k2": "--muon-momentum 0.95 --muon-extra-scale-factor 0.2 --muon-coefficient-type simple",
-    "deepseek-v4": "--muon-momentum 0.95 --muon-nesterov --muon-extra-scale-factor 0.18 --muon-num-ns-steps 10 "
-    "--muon-coefficient-type deepseekv4",
-}
-
-
-@pytest.mark.parametrize("preset", PUBLISHED)
-def test_a_published_preset_is_the_run_of_its_flags(tmp_path, preset):
-    by_name, output = train(tmp_path / "name", 1, *ONE, "--muon-preset", preset)
-    by_flags, _ = train(tmp_path / "flags", 1, *ONE, *PUBLISHED[preset].split())
+def test_a_published_preset_is_the_run_of_its_flags(tmp_path):
+    flags = "--muon-momentum 0.95 --muon-extra-scale-factor 0.2 --muon-coefficient-type simple".split()
+    by_name, output = train(tmp_path / "name", 1, *ONE, "--muon-preset", "kimi-k2")
+    by_flags, _ = train(tmp_path / "flags", 1, *ONE, *flags)
     assert_same_ranks(by_name, by_flags)
-    (line,) = [line for line in output.splitlines() if f"--muon-preset {preset} sets" in line]
-    assert "momentum 0.95" in line
+    (line,) = [line for line in output.splitlines() if "--muon-preset kimi-k2 sets" in line]
     assert "published with --weight-decay 0.1" in line
 
 
 def test_a_preset_that_the_run_contradicts_is_refused():
-    assert (
-        "--muon-preset match_adamw stands for scale_mode spectral, extra_scale_factor 0.2, but the run also says "
-        "scale_mode shape_scaling: keep the preset, or what it stands for as flags"
-    ) in refused(*ONE, "--muon-preset", "match_adamw", "--muon-scale-mode", "shape_scaling")
     # 0.95 is the default of Megatron's config, and not that of its flag
     said = refused(*ONE, "--muon-preset", "eo-0.5", "--muon-momentum", 0.95)
     assert "but the run also says momentum 0.95:" in said
-
-
-def test_updates_that_are_far_from_adams_are_warned_of(tmp_path):
-    _, output = train(tmp_path / "megatron", 1, *ONE)
-    (warning,) = [line for line in output.splitlines() if line.startswith("megatron_eopt: warning:")]
-    assert "muon with scale mode spectral makes updates of RMS 1, 5 times Adam's 0.2" in warning
-    assert "too large by that; take --muon-preset match_adamw" in warning
-
-
-def test_mup_scales_the_rate_of_hidden_matrices_of_adam_alone(tmp_path):
-    """Muon's updates have a size that fits the width by themselves, and a second factor would count it twice."""
-    mup = ["--use-mup", "--mup-base-hidden-size", 32]  # half of the model's, so that rates are halved
-    flags = overriding(tmp_path, {"select": "linear_proj.weight", "optimizer": "adam"})
-    run = [*ONE, *mup, "--muon-preset", "unit_rms", *flags, "--optimizer-manifest-file", tmp_path / "manifest.json"]
-    (rank,), _ = train(tmp_path / "run", 1, *run)
-    rates = {name: row.lr for name, row in manifest_of(tmp_path / "manifest.json").items()}
-    assert rates == {name: 5e-3 if "linear_proj" in name else 1e-2 for name in rates}
-    assert {group["lr"] for groups in rank["groups"] for group in groups} == {1e-2, 5e-3}

@@ -108,35 +108,6 @@ def _beside_the_decoder(made, output):
         return real(self, tokens, *args, **kwargs) + output(self.decoder.mixer, hidden).square().mean()
 
 
-def duplicate_latents():
-    """Each rank has all rows of the projections to latents, as with Transformer Engine; norms take parts of a text."""
-    from megatron.core.transformer import multi_latent_attention, torch_norm
-
-    class Duplicated(nn.Linear):
-        def __init__(self, columns, rows, *, config, init_method, parallel_mode, **described):
-            super().__init__(columns, rows, bias=False)
-            assert parallel_mode == "duplicated"
-            init_method(self.weight)
-            self.weight.sequence_parallel = config.sequence_parallel
-
-        def forward(self, x):
-            return super().forward(x), None
-
-    multi_latent_attention.TELinear = Duplicated
-
-    @replaced(multi_latent_attention.MLASelfAttention, "__init__")
-    def init(real, self, config, submodules, *args, **kwargs):
-        submodules.linear_q_down_proj = submodules.linear_kv_down_proj = Duplicated
-        real(self, config, submodules, *args, **kwargs)
-
-    @replaced(torch_norm.WrappedTorchNorm, "__new__")
-    def new(real, cls, config, *args, **kwargs):
-        in_parts, config.sequence_parallel = config.sequence_parallel, False  # which it refuses
-        norm = real(cls, config, *args, **kwargs)
-        config.sequence_parallel = norm.weight.sequence_parallel = in_parts
-        return norm
-
-
 def forget_one():
     """Megatron leaves the last parameter out of the groups that it makes."""
 

@@ -78,11 +78,13 @@ RECORDS = defaultdict(Record) | {
     "lion": Record(settings={"weight_decay": 0.1}, megatron="--lr 1e-3 --min-lr 1e-3"),
     "signum": Record(settings={"weight_decay": 0.1}, megatron="--lr 1e-3 --min-lr 1e-3"),
     "schedule_free_adamw": Record(settings={"warmup_steps": 2, "weight_decay": 0.1}),
-    "ademamix": Record(settings={"alpha_warmup": 2, "beta3_warmup": 4, "weight_decay": 0.1}),
+    "ademamix": Record(
+        settings={"alpha_warmup": 2, "beta3_warmup": 4, "weight_decay": 0.1}, megatron="--lr 3e-3 --min-lr 3e-3"
+    ),
     "scion": Record(settings={"radius": 1.0}, megatron="--muon-lr 4e-4 --muon-min-lr 4e-4"),
     "polargrad": Record(megatron="--lr 1e-1 --min-lr 1e-1", calls=SUMS, unbounded=True),
     "muon_hyperball": Record(megatron="--lr 2e-2 --min-lr 2e-2", calls=SUMS),
-    "mars_muon": Record(calls=SUMS),
+    "mars_muon": Record(megatron="--lr 3e-3 --min-lr 3e-3", calls=SUMS),
     "dion": Record(
         megatron="--lr 2e-2 --min-lr 2e-2",
         over_ranks={"weight_decay": 0.1},

@@ -96,14 +96,6 @@ works = st.sampled_from([WORKS, STANDARDS, Alike({"": ONCE}), {"a": WORK, "b": S
 modes = st.sampled_from(MODES)
 
 
-def bucket_calls(plan, bucket, work):
-    """Collective -> how often it is called: the same on every rank."""
-    on_ranks = [bucket_traffic(plan, bucket, rank, work) for rank in range(plan.matrices[bucket.matrices[0]].ranks)]
-    calls, *others = [{name: calls for name, (calls, _) in of_rank.items()} for of_rank in on_ranks]
-    assert all(other == calls for other in others)
-    return calls
-
-
 def bucket_bytes(plan, bucket, rank, work):
     """Collective -> bytes that a rank sends."""
     return {name: sent for name, (_, sent) in bucket_traffic(plan, bucket, rank, work).items()}

@@ -2,55 +2,15 @@
 
 from itertools import pairwise, product
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_eopt.parallel.exchange import assemble, cut_up, entries_of
 from megatron_eopt.parallel.plan_records import Matrix
-from megatron_eopt.parallel.rectangles import Rectangle, cut_at
+from megatron_eopt.parallel.rectangles import Rectangle
 
 WIDE, TALL = (6, 10), (10, 6)
-
-
-def arrived(shape, rectangles, count):
-    """Matrices, and their shards as ranks send them, back to back in one buffer."""
-    whole = torch.randn(count, *shape, generator=torch.Generator().manual_seed(0))
-    return whole, torch.cat([whole[:, r.top : r.bottom, r.left : r.right].reshape(-1) for r in rectangles])
-
-
-@pytest.mark.parametrize(
-    ("shape", "rectangles", "count", "short_first", "in_place"),
-    [
-        (WIDE, cut_at(WIDE, 0, [0, 2, 4, 6]), 1, True, True),
-        (WIDE, cut_at(WIDE, 0, [0, 1, 1, 6]), 1, True, True),  # uneven, with an empty shard
-        (WIDE, cut_at(WIDE, 0, [0, 0, 6, 6]), 1, True, True),  # all on one rank
-        (TALL, cut_at(TALL, 0, [0, 5, 10]), 1, False, True),
-        (TALL, cut_at(TALL, 0, [0, 5, 10]), 1, True, False),  # is stored transposed
-        (WIDE, cut_at(WIDE, 0, [0, 3, 6]), 2, True, False),
-        (WIDE, cut_at(WIDE, 1, [0, 5, 10]), 1, True, False),
-        (WIDE, cut_at(WIDE, 0, [0, 3, 6])[::-1], 1, True, False),  # ranks in another order
-        (WIDE, tuple(Rectangle(top, top + 3, left, left + 5) for top in (0, 3) for left in (0, 5)), 1, True, False),
-    ],
-)
-def test_shards_that_tile_the_rows_are_not_copied(shape, rectangles, count, short_first, in_place):
-    whole, received = arrived(shape, rectangles, count)
-    (got,) = assemble(received, [[(count, Matrix("m", shape, rectangles))]], short_first)
-    assert torch.equal(got, whole)
-    tall = short_first and shape[0] > shape[1]
-    assert got.stride() == (whole.mT.contiguous().mT if tall else whole).stride()
-    assert (got.data_ptr() == received.data_ptr()) == in_place
-
-
-def test_padding_and_other_matrices_are_not_the_matrix():
-    whole, received = arrived(WIDE, rectangles := cut_at(WIDE, 0, [0, 3, 6]), 1)
-    run = 1, Matrix("m", WIDE, rectangles)
-    padded = torch.nn.functional.pad(received.view(2, -1), (0, 5))
-    assert torch.equal(assemble(padded, [[run]], True)[0], whole)
-    twice = received.view(2, 1, -1).expand(2, 2, -1).reshape(-1)
-    assert torch.equal(assemble(twice, [[run, run]], True)[0], torch.cat([whole, whole]))
-    assert all(torch.equal(x, whole) for x in assemble(twice, [[run], [run]], True))
 
 
 @st.composite

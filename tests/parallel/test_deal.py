@@ -51,25 +51,9 @@ def test_without_tensor_parallelism_it_is_within_four_thirds_of_the_best(items, 
     assert busiest(found.ranks) <= best * (4 / 3 + 1e-9)
 
 
-def test_matrices_of_as_many_entries_have_other_operations():
-    """By size one rank gets both squares."""
-    square, flat = matrix("square", (4096, 4096), None, 1), matrix("flat", (512, 32768), None, 1)
-    items = [Item((m,), 2**24) for m in (square, flat, flat, square)]
-    by_size = snake_order([item.entries for item in items], 2)
-    assert by_size == [0, 1, 1, 0]
-    found = deal(items, by_size, 2, WORKS)
-    assert found.ranks == (0, 0, 1, 1)
-    assert max(found.operations) < 0.6 * max(found.by_size)
-
-
 def test_memory_sets_a_bound():
     """Cheap matrices of many entries would all go to the rank without the dear one."""
     dear = Item(tuple(some(1, (4096, 4096), dim=None, ranks=1)), 2**20)
     cheap = Item((), 2**20)
     items = [dear, *[cheap] * 6]
     assert deal(items, [0, 0, 0, 1, 1, 1, 1], 2, WORKS).ranks.count(1) == 5  # of four, a third more
-
-
-def test_what_the_deal_by_size_is():
-    assert snake_order([7, 1, 2, 6, 3, 5, 4], 3) == [0, 0, 1, 0, 2, 1, 2]
-    assert snake_order([5, 5, 5, 5, 5], 2) == [0, 1, 1, 0, 0]

@@ -2,13 +2,11 @@
 
 from collections import Counter
 from dataclasses import replace
-from unittest import mock
 
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_eopt.parallel import plan_records
 from megatron_eopt.parallel.agreement import described_plan, differences
 from megatron_eopt.parallel.cost import bucket_traffic, cube_flops, plan_cost, whole_flops
 from megatron_eopt.parallel.plan import REPLICATED_ROWS, SHARED_PARTS, SMALL_ENTRIES, make_plan
@@ -120,36 +118,6 @@ def test_a_plan_depends_on_nothing_else(given_matrices, mode, work, random):
     assert plan_cost(other, work) == plan_cost(plan, work)
 
 
-LARGE = (4096, 16384)
-
-
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-@pytest.mark.parametrize("kinds", [1, 2, 3])
-@pytest.mark.parametrize("layers", [1, 2, 3, 5])
-def test_auto_balances_twice_as_many_matrices_as_ranks(ranks, kinds, layers):
-    shapes = [((4096, 16384), 1), ((4096, 4096), 0), ((14336, 4096), 0)][:kinds]
-    count = -(-2 * ranks // kinds) + layers
-    given_matrices = [m for shape, dim in shapes for m in some(count, shape, dim, ranks)]
-    plan = make_plan(given_matrices, "auto", WORKS)
-    ideal = sum(whole_flops(m.shape, WORK) for m in given_matrices) / ranks
-    most = max(whole_flops(m.shape, WORK) for m in given_matrices)
-    # of whole matrices no deal is closer than by one of the smallest
-    assert plan_cost(plan, WORKS).flops <= max(1.25 * ideal, ideal + most)
-    assert plan_cost(plan, WORKS).flops <= plan_cost(make_plan(given_matrices, "owner", WORKS), WORKS).flops
-
-
-# what does not fit into the workspace beside other groups, and fits alone
-@example(
-    [
-        Matrix("m0", LARGE, (whole(LARGE),), "dp", 2, "a"),
-        *(Matrix(f"m{i}", LARGE, (whole(LARGE),) * ranks, "tp", size, "a") for i, ranks, size in
-          ((1, 2, 2), (2, 2, 2), (3, 1, 2), (4, 2, 4))),
-        Matrix("m5", LARGE, (whole(LARGE),), "dp", 4, "a"),
-    ],
-    "blockwise",
-    WORKS,
-    "tp",
-)  # fmt: skip
 @given(matrices(), modes, works, st.sampled_from(["tp", "expt_tp", "dp"]))
 def test_a_group_sees_the_same_plan_whatever_else_a_rank_has(given_matrices, mode, work, label):
     plan = make_plan(given_matrices, mode, work)
@@ -183,27 +151,19 @@ SMALL = SMALL_ENTRIES // 128
     [
         ("gram", some(3, *LONG), WORKS, [("gram_split", 3)]),
         ("gram", some(4, (1024, 8192), 1), WORKS, [("gram_replicated", 4)]),
-        ("gram", some(3, *SQUARE), WORKS, [("gram_split", 3)]),
         ("gram", some(3, *SHORT), WORKS, [("owner", 3)]),
         ("gram", some(3, *LONG), STANDARDS, [("owner", 3)]),
-        ("gram", some(1, (REPLICATED_ROWS, 8192), 1), WORKS, [("gram_replicated", 1)]),
         ("gram", some(1, (REPLICATED_ROWS + 1, 8192), 1), WORKS, [("gram_split", 1)]),
         ("distributed", some(3, *SHORT), WORKS, [("owner", 3)]),
         ("distributed", some(3, *LONG), WORKS, [("distributed", 3)]),
         ("auto", some(8, *LONG), WORKS, [("owner", 8)]),
         ("auto", some(9, *LONG), WORKS, [("owner", 8), ("gram_split", 1)]),
         ("auto", some(1, (1024, 8192), 1), WORKS, [("gram_replicated", 1)]),
-        ("auto", some(1, *SHORT), WORKS, [("owner", 1)]),
-        ("auto", some(9, *LONG), STANDARDS, [("owner", 9)]),
-        ("auto", some(1, *SQUARE), STANDARDS, [("owner", 1)]),
         ("auto", some(1, *SQUARE), WORKS, [("gram_split", 1)]),
-        ("auto", some(5, (64, 64), 0), STANDARDS, [("duplicated", 5)]),
         ("auto", some(1, (128, SMALL), 0), STANDARDS, [("duplicated", 1)]),
         ("auto", some(1, (128, SMALL + 4), 0), STANDARDS, [("owner", 1)]),
-        ("auto", some(3, *LONG, ranks=1), WORKS, [("local", 3)]),
         ("auto", some(3, (64, 64), None, group="dp"), WORKS, [("share", 3)]),
         ("auto", some(3, (64, 64), None, group="fsdp"), WORKS, [("local", 3)]),
-        ("blockwise", some(3, (64, 64), None), WORKS, [("local", 3)]),
         # four kinds that the ranks share evenly, and so none is shared out; three that they do not
         ("auto", [m for width in (1, 2, 3, 4) for m in some(1, (4096, 16384 + width), 0)], WORKS, [("owner", 1)] * 4),
         # cut along both dimensions, small and large
@@ -213,7 +173,6 @@ SMALL = SMALL_ENTRIES // 128
         # whole on one rank each: evenly, all on the first, and beside others of the shape, which are cut
         ("auto", stack(8, 4, range(0, 8, 2)), WORKS, [("local", 8)]),
         ("owner", stack(8, 4, range(0, 8, 2)), WORKS, [("owner", 8)]),
-        ("duplicated", stack(8, 4, range(0, 8, 2)), WORKS, [("local", 8)]),
         ("auto", stack(8, 4, (0, 8, 8, 8)), WORKS, [("owner", 8)]),
         ("auto", [*stack(4, 4, range(4)), CUT], WORKS, [("local", 4), ("gram_split", 1)]),
         ("auto", [], WORKS, []),
@@ -255,27 +214,11 @@ def test_each_iteration_has_buckets_of_its_own_and_its_own_schemes():
         make_plan(both, "gram", {"a": WORK})
 
 
-def test_who_shares_is_said_by_the_caller():
-    replicas = some(3, (64, 64), None, group="fsdp")
-    assert schemes(make_plan(replicas, "auto", WORKS, share_groups=frozenset({"fsdp"}))) == [("share", 3)]
-
-
-def test_cubes_of_two_buckets_are_split_between_two_ranks():
-    plan = make_plan([*some(1, *LONG), *some(1, *SQUARE)], "gram", WORKS)
-    assert [(bucket.scheme, bucket.compute_ranks) for bucket in plan.buckets] == [
-        ("gram_split", (0,)),
-        ("gram_split", (1,)),
-    ]
-
-
 @pytest.mark.parametrize(
     "rectangles",
     [
         (),
-        (Rectangle(0, 4, 0, 3),),
         (Rectangle(0, 4, 0, 4), Rectangle(0, 4, 3, 6)),
-        (Rectangle(0, 4, 0, 3), Rectangle(0, 4, 3, 7)),
-        (Rectangle(0, 4, 0, 6), Rectangle(0, 4, 0, 6), Rectangle(0, 4, 0, 0)),
         (Rectangle(0, 4, 4, 2), Rectangle(0, 4, 0, 6)),
     ],
 )
@@ -301,16 +244,12 @@ def test_the_first_difference_is_named():
     first, second = plan.buckets
     compute_ranks = replace(first, compute_ranks=(1, 0, *first.compute_ranks[2:]))
     fewer = make_plan(plan.matrices[:7], "owner", WORKS)
-    halves = [
-        replace(first, matrices=first.matrices[i : i + 2], compute_ranks=first.compute_ranks[i : i + 2]) for i in (0, 2)
-    ]
     at, last = plan.matrices[0].name, plan.matrices[7].name
     others = {
         f"the whole shape, by its shard, of {name!r} is (4096, 16384) on rank 0 and (3, 4)": changed(
             plan, 1, shape=(3, 4)
         ),
         f"the layout of {name!r} is": changed(plan, 1, rectangles=(whole((4096, 16384)),)),
-        f"the group of {name!r} is 'tp' on rank 0 and 'dp'": changed(plan, 1, group="dp"),
         f"the itemsize of {name!r} is 4 on rank 0 and 2": changed(plan, 1, itemsize=2),
         f"matrix 1 is {name!r} on rank 0 and 'x'": changed(plan, 1, name="x"),
         f"the compute rank of {at!r} is 0 on rank 0 and 1": replace(plan, buckets=(compute_ranks, second)),
@@ -319,25 +258,11 @@ def test_the_first_difference_is_named():
         ),
         f"bucket 0 is [{at!r}": replace(plan, buckets=(second, first)),
         f"matrix 7 is {last!r} on rank 0 and 'missing'": fewer,
-        "bucket 0 is ": replace(plan, buckets=(*halves, second)),
     }
-    described = described_plan(plan)
     for message, other in others.items():
-        assert differences(described, described_plan(other))[0].startswith(message)
-    line, *_ = differences(described_plan(fewer), described)
-    assert line == f"matrix 7 is 'missing' on rank 0 and {last!r} on rank 1"
+        assert differences(described_plan(plan), described_plan(other))[0].startswith(message)
 
 
 def test_shared_matrices_leave_in_parts():
     plan = make_plan(some(32, (64, 64), None, group="dp"), "auto", WORKS)
     assert [(bucket.scheme, len(bucket.matrices)) for bucket in plan.buckets] == [("share", 32 // SHARED_PARTS)] * 4
-
-
-@pytest.mark.parametrize("mode", ["owner", "auto"])
-def test_rectangles_of_a_matrix_are_added_once(mode, monkeypatch):
-    """Not for each rank again, of which a run may have thousands."""
-    added = mock.Mock(side_effect=plan_records.copies)
-    monkeypatch.setattr(plan_records, "copies", added)
-    given_matrices = [*some(9, (1024, 4096), 1, ranks=32), *some(9, (64, 64), 0, ranks=32)]
-    make_plan(given_matrices, mode, WORKS)
-    assert 0 < added.call_count <= len(given_matrices)

@@ -6,7 +6,6 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_eopt.parallel.agreement import described_plan, differences
 from megatron_eopt.parallel.chunks import subset
 from megatron_eopt.parallel.cost import plan_cost
 from megatron_eopt.parallel.plan import make_plan
@@ -16,7 +15,6 @@ from megatron_eopt.parallel.workspace import Workspace, chunk_bytes
 from tests.parallel.plans import WORKS, bucket_bytes, flat, predicted
 
 SHAPES = [(24, 8), (6, 32), (5, 3)]
-together = st.sampled_from(["auto", "owner"])
 
 
 @st.composite
@@ -37,21 +35,6 @@ def uneven(draw):
 def computed(plan):
     """The compute rank of each matrix."""
     return {i: rank for each in plan.buckets for i, rank in zip(each.matrices, each.compute_ranks, strict=True)}
-
-
-@given(uneven(), together)
-def test_all_that_owner_serves_of_a_shape_are_one_bucket(given_matrices, mode):
-    plan = make_plan(given_matrices, mode, WORKS)
-    found = Counter((plan.one_of(bucket).shape, bucket.scheme) for bucket in plan.buckets)
-    for bucket in plan.buckets:
-        [shape] = {plan.matrices[i].shape for i in bucket.matrices}
-        if bucket.scheme == "local":
-            assert mode == "auto"
-            assert list(bucket.compute_ranks) == [plan.matrices[i].holder for i in bucket.matrices]
-        elif len({plan.matrices[i].rectangles for i in bucket.matrices}) > 1 or mode == "owner":
-            assert bucket.scheme == "owner"
-        assert found[shape, "owner"] <= 1
-    assert sorted(i for bucket in plan.buckets for i in bucket.matrices) == list(range(len(given_matrices)))
 
 
 @given(uneven())
@@ -94,18 +77,6 @@ def test_matrices_that_are_whole_on_their_ranks_move_no_bytes():
     assert plan_cost(alone, WORKS).bytes == 0
 
 
-@given(uneven(), together, st.randoms())
-def test_the_order_of_the_parameters_changes_nothing(given_matrices, mode, random):
-    plan = make_plan(given_matrices, mode, WORKS)
-    shuffled = list(given_matrices)
-    random.shuffle(shuffled)
-    other = make_plan(shuffled, mode, WORKS)
-    if given_matrices:
-        assert [predicted(plan, r, WORKS) for r in range(given_matrices[0].ranks)] == [
-            predicted(other, r, WORKS) for r in range(given_matrices[0].ranks)
-        ]
-
-
 @given(uneven(), st.integers(1, 2**14), st.data())
 def test_what_a_rank_holds_of_a_chunk_is_counted_exactly(given_matrices, size, data):
     workspace = Workspace(bytes=size, kept=8)
@@ -121,13 +92,3 @@ def test_what_a_rank_holds_of_a_chunk_is_counted_exactly(given_matrices, size, d
     kept = data.draw(st.sets(st.sampled_from(range(len(given_matrices))))) if given_matrices else set()
     left = replace(plan, buckets=tuple(subset(plan, kept)))
     assert computed(left) == {i: computed(plan)[i] for i in kept}
-
-
-def test_other_rows_on_one_rank_are_a_difference():
-    shape = (24, 8)
-    first, second = (
-        make_plan([Matrix(f"m{i}", shape, cut_at(shape, 0, [0, at + i, 24]), "dp") for i in (0, 1)], "owner", WORKS)
-        for at in (5, 7)
-    )
-    line, *_ = differences(described_plan(first), described_plan(second))
-    assert line.startswith("the layout of 'm0' is (Rectangle(top=0, bottom=5")

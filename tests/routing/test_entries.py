@@ -24,27 +24,18 @@ def taken(written, parameters=None):
         (QKV, ["linear_qkv.weight"]),
         (f"module.module.{QKV}", ["linear_qkv.weight"]),
         ("linear_qkv.weight", ["linear_qkv.weight"]),
-        ("*.linear_qkv.weight", ["linear_qkv.weight"]),
-        ("name: linear_qkv.weight", ["linear_qkv.weight"]),
         ("qkv.weight", []),  # not after a dot
         ("*qkv.weight", ["linear_qkv.weight"]),
-        ("Linear_qkv.weight", []),
         ("layers.0.mlp.linear_fc?.weight", ["mlp.linear_fc1.weight", "mlp.linear_fc2.weight"]),
         ("mlp.*_fc[2-9].weight", ["mlp.linear_fc2.weight"]),
         ("re:linear_(qkv|proj)", ["linear_qkv.weight", "linear_qkv.bias", "linear_proj.weight"]),
-        ("re: ^output", ["output_layer.weight"]),
-        ("re: ^layer", []),
         ("attr: is_qkv", ["linear_qkv.weight"]),
-        ("attr:nobody_has", []),
-        ("shape: vector", ["linear_qkv.bias", "final_layernorm.weight"]),
         ("shape: stack", ["experts.stacked"]),
         ("shape: embedding", ["word_embeddings.weight", "output_layer.weight"]),
         ("shape: wide", ["mlp.linear_fc2.weight"]),
-        ("shape: square", ["linear_proj.weight"]),
         ("shape: tall", ["linear_qkv.weight", "mlp.linear_fc1.weight", "experts.0.linear_fc1.weight"]),
         ("shape: expert", ["experts.0.linear_fc1.weight", "experts.stacked"]),
         ({"name": "*fc1*", "shape": "expert"}, ["experts.0.linear_fc1.weight"]),
-        ({"shape": ["matrix", "expert"]}, ["experts.0.linear_fc1.weight"]),
         ({"regex": "fc", "name": "*.mlp.linear*", "shape": "wide"}, ["mlp.linear_fc2.weight"]),
     ],
 )
@@ -54,22 +45,8 @@ def test_a_selector_takes(written, ends):
     assert all(name.endswith(end) for name, end in zip(names, ends, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("attributes", "expert"),
-    [({}, False), ({"allreduce": True}, False), ({"allreduce": False}, True), ({"expert_tp": True}, True)],
-)
-def test_an_expert_is_known_by_either_of_megatrons_attributes(attributes, expert):
-    assert Selector.parse("shape:expert").matches(ParameterInfo("x", (2, 2), attributes)) is expert
-
-
 def many_rows(info):
     return info.shape[0] > 500
-
-
-def test_predicates_are_python_functions_with_a_name():
-    expected = ["embedding.word_embeddings.weight", "output_layer.weight"]
-    assert taken(many_rows) == taken(Predicate("rows", lambda info: info.shape[0] > 500)) == expected
-    assert pickle.loads(pickle.dumps(Selector.parse(many_rows))) == Selector.parse(many_rows)
 
 
 # From the least specific up, each for the parameter QKV; those of one line are equal.
@@ -127,14 +104,9 @@ def test_predicates_of_a_param_key_get_the_parameter():
     ("written", "message"),
     [
         ("", "an empty text selects nothing"),
-        ("re:", "an empty text selects nothing"),
-        ("shape:matrx", "unknown shape 'matrx', did you mean 'matrix'?"),
         ("atr:is_qkv", "expected text for one of name, re, regex, attr, shape, optimizer, got 'is_qkv' for atr"),
         ({"nmae": "x"}, "got 'x' for nmae"),
-        ({"name": 3}, "got 3 for name"),
-        ({"shape": []}, "expected a glob, or a mapping of name, regex, attr, shape or optimizer, got {'shape': []}"),
         ({}, "got {}"),
-        (3, "got 3"),
     ],
 )
 def test_what_cannot_be_a_selector(written, message):
@@ -184,10 +156,7 @@ def test_selectors_are_keys():
             {"x": {"lr": -1, "optimizer": "mun"}},
             ["overrides['x']: lr: expected a number of at least 0, got -1", "overrides['x']: optimizer: unknown optim"],
         ),
-        ({"x": {"lr": 1, "max_lr": 1}}, ["overrides['x']: max_lr is lr: keep one of the two"]),
-        ({"x": {"end_wd": -0.2}}, ["overrides['x']: end_wd: expected a number of at least 0, got -0.2"]),
         ({"x": 3}, ["overrides['x']: expected a mapping of settings, as lr: 1e-3, got 3"]),
-        ({3: {"lr": 1}}, ["overrides[3]: select: expected a glob"]),
         (
             {"shape:x": {"lr": 1}, "y": {}},
             ["overrides['shape:x']: select: unknown shape 'x'", "overrides['y']: expected a mapping of settings"],

@@ -49,19 +49,10 @@ def test_the_later_layer_wins_between_equally_specific_entries_only():
 
 
 def test_defaults_are_no_more_specific_than_a_shape():
-    def short(info):
-        return len(info.shape) == 1
-
-    defaults = entry(short, "defaults", Layer.DEFAULTS, optimizer="adam")
-    for selector, optimizer in [("*", "adam"), ("shape:vector", "lion"), ("re:bias", "lion"), (BIAS, "lion")]:
-        assert (
-            resolved(defaults, entry(selector, "f:1", optimizer="lion"), name=BIAS).settings["optimizer"] == optimizer
-        )
-    narrower = entry(BIAS, "more", Layer.DEFAULTS, optimizer="sgd")
-    assert resolved(defaults, narrower, name=BIAS).settings == {"optimizer": "sgd"}
-    assert resolved(defaults, narrower, entry("shape:vector", "f:1", optimizer="lion"), name=BIAS).sources == {
-        "optimizer": "f:1"
-    }
+    defaults = entry(BIAS, "defaults", Layer.DEFAULTS, optimizer="adam")
+    for selector, optimizer in (("*", "adam"), ("shape:vector", "lion"), (BIAS, "lion")):
+        found = resolved(defaults, entry(selector, "f:1", optimizer="lion"), name=BIAS)
+        assert found.settings == {"optimizer": optimizer}
 
 
 def test_the_last_of_equally_specific_entries_of_a_layer_wins():
@@ -71,9 +62,6 @@ def test_the_last_of_equally_specific_entries_of_a_layer_wins():
     assert found.sources == {"lr": "f:1"}
     assert found.overruled == (Overruled("lr", 2.0, "f:9"),)
     assert resolved(first, second, entry("*.linear_qkv.*", "f:5", lr=3.0), second).sources == {"lr": "f:5"}
-    decay, multiplier = entry("attr:is_qkv", "a", weight_decay=1.0), entry("attr:is_qkv", "b", wd_mult=0.0)
-    assert resolved(decay, multiplier).settings == {"weight_decay": 1.0, "wd_mult": 0.0}
-    assert resolved(multiplier, decay).settings == {"weight_decay": 1.0}
 
 
 def test_a_value_and_its_multiplier_in_one_entry_are_refused():
@@ -86,9 +74,7 @@ def test_a_value_and_its_multiplier_in_one_entry_are_refused():
     [
         ({"lr": 0.5, "min_lr": 0.1}, {"lr_mult": 2.0}, {"lr": 0.5, "lr_mult": 2.0, "min_lr": 0.1}, (9, 0.9), (1, 0.1)),
         ({"lr_mult": 2.0, "wd_mult": 0.0}, {"lr": 0.5}, {"lr": 0.5, "wd_mult": 0.0}, (9.0, 0.25), (0.5, 0.25)),
-        ({"lr_mult": 3.0}, {"lr_mult": 0.5}, {"lr_mult": 0.5}, (1.0, 0.5), (0.5, 0.25)),
         ({}, {"lr_mult": 0.5}, {"lr_mult": 0.5}, (1.0, None), (0.5, None)),
-        ({}, {"min_lr": 0.5}, {"min_lr": 0.5}, (None, None), (None, 0.5)),
         ({"weight_decay": 0.5}, {"wd_mult": 0.5}, {"wd_mult": 0.5, "weight_decay": 0.5}, (1.0, 0.0), (1.0, 0.0)),
     ],
 )
@@ -110,7 +96,6 @@ def test_a_smallest_rate_above_the_largest_is_refused():
         ({"weight_decay": 0.5}, {"start_wd": 0.1, "end_wd": 0.2}, {"end_wd": 0.2, "start_wd": 0.1}),
         ({"start_wd": 0.0, "end_wd": 0.1}, {"weight_decay": 0.5}, {"weight_decay": 0.5}),
         ({"start_wd": 0.0, "end_wd": 0.1}, {"wd_mult": 2.0}, {"end_wd": 0.1, "start_wd": 0.0, "wd_mult": 2.0}),
-        ({"wd_mult": 0.0}, {"end_wd": 0.2}, {"end_wd": 0.2}),
     ],
 )
 def test_a_weight_decay_is_both_ends_of_its_schedule_where_nothing_above_it_sets_one(wide, narrow, settings):
@@ -164,25 +149,16 @@ def test_settings_by_optimizer_follow_the_optimizer():
     ("selector", "said"),
     [
         ("*.linear_qvk.weight", "'*.linear_qvk.weight' matches no parameter, did you mean 'linear_qkv.weight'?"),
-        ("layers.*.mlp.linear_c1.weight", ", did you mean 'layers.*.mlp.linear_fc1.weight'?"),
         ("decoder.layers.7.mlp.linear_fc2.weight", ", did you mean 'decoder.layers.*.mlp.linear_fc2.weight'?"),
-        ("Output_Layer.weight", "did you mean 'output_layer.weight'?"),
-        ("re:^output_layr", ", did you mean 'output_layer.weight'?"),
         ("attr:is_qvk", ", did you mean 'is_qkv'?"),
         ("nothing.like.it", "'nothing.like.it' matches no parameter"),
         ({"name": "output*", "shape": "matrix"}, "no parameter is matched by all of 'output* and shape:matrix'"),
-        ({"name": "outptu_layer.weight", "shape": "embedding"}, "'outptu_layer.weight' matches no parameter, did"),
     ],
 )
 def test_a_selector_that_matches_nothing_is_an_error_with_what_is_near(selector, said):
     (line,) = refused(entry(selector, "f:1", lr=1.0))
     assert line.startswith("f:1: select: ")
     assert said in line
-
-
-def test_another_name_with_the_same_ending_is_not_suggested():
-    for name in ("lm_head.weight", "q_proj.weight", "embed_tokens.weight"):
-        assert refused(entry(name, "f:1", lr=1.0)) == [f"f:1: select: '{name}' matches no parameter"]
 
 
 def test_defaults_of_an_excluded_parameter_are_no_mistake():
@@ -203,38 +179,19 @@ def test_names_have_to_differ():
     ]
 
 
-SELECTORS = st.sampled_from(
-    [
-        "*",
-        "shape:matrix",
-        "shape:tall",
-        "attr:is_qkv",
-        "re:qkv",
-        "re:weight",
-        "*.weight",
-        "*qkv*",
-        QKV,
-        "optimizer:muon",
-    ]
-)
+SELECTORS = st.sampled_from(["*", "shape:tall", "attr:is_qkv", "re:qkv", "*.weight", "*qkv*", QKV, "optimizer:muon"])
 SETTINGS = st.fixed_dictionaries(
     {}, optional={"lr": st.sampled_from([0.1, 0.2]), "wd_mult": st.just(0.0), "extra_scale_factor": st.just(0.2)}
 ).filter(bool)
 ENTRIES = st.lists(st.tuples(SELECTORS, SETTINGS, st.sampled_from(list(Layer))), max_size=6)
 
 
-def outcome(entries):
-    try:
-        return resolve(entries, model(1), "muon")
-    except OverrideError as error:
-        return sorted(str(error).splitlines())
-
-
 @given(ENTRIES)
 def test_each_setting_is_that_of_an_entry_that_nothing_outranks(written):
     entries = [entry(s, f"f:{i}", layer, **settings) for i, (s, settings, layer) in enumerate(written)]
-    found = outcome(entries)
-    if isinstance(found, list):  # refused
+    try:
+        found = resolve(entries, model(1), "muon")
+    except OverrideError:
         return
     for info in model(1):
         info = ParameterInfo(info.name, info.shape, info.attributes, "muon")

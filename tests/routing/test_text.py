@@ -30,13 +30,10 @@ def test_families_stand_under_what_they_share_the_largest_first():
     at = next(number for number, line in enumerate(lines) if line.endswith(EXPERT))
     assert lines[at].split() == ["12", "256x64", EXPERT]
     assert lines[at + 1].strip() == "rows over tp 2, duplicated"
-    at = next(number for number, line in enumerate(lines) if line.endswith("linear_qkv.weight"))
-    assert lines[at + 1].strip().startswith("q 64x64, k 32x64, v 32x64; ")
     at = next(number for number, line in enumerate(lines) if line.endswith(EMBEDDING))
     assert lines[at].split() == ["1", "512x64", EMBEDDING]
     heads = [line for line in lines[:at] if line and line[0].isalpha()]
     assert heads[-1] == "adam: lr 0.001 to 1e-05, decay 0.1 (an embedding: default of muon)"
-    assert "Adam's is\nnear 0.2" in "\n".join(lines)
     assert max(map(len, lines)) <= 80
 
 
@@ -47,34 +44,6 @@ def test_the_full_table_has_all_that_is_said_in_a_line():
         name, "256x64", "muon", "default of muon", "256x64", "rows over tp 2, duplicated", "0.2",
         "0.001 to 1e-05", "0.1", "4e-06",
     ]  # fmt: skip
-    assert cells(shown, EMBEDDING) == [
-        EMBEDDING, "512x64", "adam", "an embedding: default of muon", "-", "whole", "-", "0.001 to 1e-05", "0.1",
-        "8e-06",
-    ]  # fmt: skip
-
-
-def test_a_learning_rate_that_stays_is_one_number():
-    assert "0.5" in cells(printed(changed(model(), EMBEDDING, lr=0.5, min_lr=0.5), full=True), EMBEDDING)
-
-
-def test_layers_with_another_optimizer_are_told_apart():
-    shown = printed(
-        changed(model(), "layers.2.mlp.linear_fc2", optimizer=None, excluded=True, reason="excluded by f:3")
-    )
-    assert re.search(r"^ *3  \S+ +decoder.layers.\{0-1,3\}.mlp.linear_fc2.weight$", shown, re.MULTILINE)
-    assert re.search(
-        r"^none \(excluded by f:3\)\n *1  \S+ +decoder.layers.2.mlp.linear_fc2.weight$", shown, re.MULTILINE
-    )
-
-
-def test_the_full_table_has_a_line_for_each_parameter_in_the_order_of_layers():
-    shown = printed(model(layers=12, experts=2), full=True)
-    names = [line.split()[0] for line in shown.splitlines() if re.match(r"\S+\.(weight|bias) ", line)]
-    assert sorted(names) == sorted(each.name for each in model(layers=12, experts=2))
-    assert names.index("decoder.layers.2.mlp.linear_fc2.weight") < names.index(
-        "decoder.layers.10.mlp.linear_fc2.weight"
-    )
-    assert "*" not in shown
 
 
 def test_totals_of_each_optimizer_and_of_all():
@@ -98,9 +67,7 @@ def test_matrices_of_one_size_are_counted():
 
 
 def test_sources_of_settings_are_said_only_where_there_are_any():
-    plain = printed(model())
-    assert "settings" not in plain
-    assert "overruled" not in plain
+    assert "settings" not in printed(model())
     rows = changed(
         model(),
         "linear_qkv.bias",
@@ -114,13 +81,6 @@ def test_sources_of_settings_are_said_only_where_there_are_any():
     at = lines.index("settings that were set, and where:")
     assert lines[at + 1] == f"  {name}: betas (0.9, 0.95) (overrides.yaml:9), eps 1e-07, lr 0.02 (overrides.yaml:2)"
     assert lines[lines.index("overruled:") + 1] == f"  {name}: lr = 0.01 (overrides.yaml:1)"
-    assert "defaults of muon" not in "\n".join(lines)
-
-
-def test_a_rate_says_whether_its_multiplier_is_in_it():
-    sources = {"lr": "a.yaml:1", "lr_mult": "a.yaml:3"}
-    shown = printed(changed(model(), EMBEDDING, lr=0.005, settings={"lr_mult": 0.5}, sources=sources))
-    assert f"{EMBEDDING}: lr 0.005 after lr_mult (a.yaml:1), lr_mult 0.5 (a.yaml:3)" in shown
 
 
 @given(st.lists(st.tuples(*[st.text("ab. 01", max_size=60)] * 3), max_size=5), st.booleans())

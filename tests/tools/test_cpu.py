@@ -1,10 +1,7 @@
 """megatron_eopt.tools.cpu: Megatron trains on a CPU, and afterwards the process is as it was."""
 
-import logging
-import math
 import os
 import re
-import subprocess
 import sys
 import threading
 
@@ -13,12 +10,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from torch.distributed import _coalescing_manager
-from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.device_mesh import init_device_mesh
 
 import megatron_eopt.tools.cpu
 from examples import loopback
-from tests.megatron.runs import LAUNCHER, MUON, ROOT, SMALL_GPT, TP2, UPSTREAM, start, train
+from tests.megatron.runs import LAUNCHER, MUON, ROOT, SMALL_GPT, TP2, start
 
 
 @pytest.fixture
@@ -37,10 +33,6 @@ def environment():
     ours["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
     unwanted = ("TORCHDYNAMO_DISABLE", "CUDA_DEVICE_MAX_CONNECTIONS", "GLOO_SOCKET_IFNAME")
     return {name: value for name, value in os.environ.items() if name not in unwanted} | ours
-
-
-def run_python(code):
-    return subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=120)
 
 
 # ---- installing, undoing, refusing
@@ -73,50 +65,6 @@ def test_undo_restores_every_attribute(cpu_run):
         assert not [name for name in old.keys() | new.keys() if old.get(name) is not new.get(name)], owner
 
 
-@pytest.mark.wide
-def test_importing_changes_nothing_and_undo_leaves_nothing_in_modules_imported_meanwhile():
-    result = run_python("""
-import os, sys, torch, types
-before = {name: value for name, value in vars(torch.cuda).items()}
-import megatron_eopt.tools.cpu
-assert all(vars(torch.cuda)[name] is value for name, value in before.items())
-assert not [name for name in sys.modules if name.split(".")[0] == "megatron"]
-assert "torch._dynamo" not in sys.modules
-
-environment = dict(os.environ)
-megatron_eopt.tools.cpu.install()
-import megatron.training, megatron.core.distributed.param_and_grad_buffer
-megatron_eopt.tools.cpu.undo()
-assert dict(os.environ) == environment
-ours = os.path.dirname(megatron_eopt.__file__)
-for module_name, module in list(sys.modules.items()):
-    if module_name.startswith(("megatron.", "torch")):
-        for name, value in list(vars(module).items()):
-            if isinstance(value, types.FunctionType):
-                assert not value.__code__.co_filename.startswith(ours), (module_name, name)
-            elif isinstance(value, type):
-                assert not str(value.__module__).startswith("megatron_eopt"), (module_name, name)
-assert not torch.cuda.is_available()
-""")
-    assert result.returncode == 0, result.stderr
-
-
-def test_torch_works_normally_after_undo(cpu_run):
-    cpu_run.undo()
-    layer = torch.nn.Linear(4, 3)
-    optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-3)
-    layer(torch.ones(2, 4)).square().sum().backward()
-    optimizer.step()
-    assert torch.ones(2).type() == "torch.FloatTensor"
-    assert torch.jit.script(_doubled)(torch.ones(1)).item() == 3
-    with pytest.raises((RuntimeError, AssertionError)):
-        torch.zeros(2, device="cuda")
-
-
-def _doubled(x: torch.Tensor) -> torch.Tensor:
-    return 2 * x + torch.ones(1)
-
-
 @pytest.mark.parametrize(
     ("gpu", "message"), [(True, r"3 GPU.*CUDA_VISIBLE_DEVICES=.*without --cpu"), (False, "'nccl'")]
 )
@@ -130,31 +78,6 @@ def test_refuses_where_a_gpu_or_another_backend_is(monkeypatch, gpu, message):
         megatron_eopt.tools.cpu.install()
     assert not megatron_eopt.tools.cpu.installed()
     assert torch.zeros is zeros
-
-
-def test_describe_names_each_redirection_with_its_reason():
-    lines = megatron_eopt.tools.cpu.describe()
-    assert len(lines) == len(set(lines)) > 50
-    for line in lines:
-        what, _, why = line.partition(": ")
-        assert re.fullmatch(r"[\w.]+|environment variable \w+", what), line
-        assert len(why.split()) >= 4, line
-    described = [line.split(":")[0] for line in lines]
-    for name in ("torch.cuda.is_available", "Tensor.cuda", "torch.distributed.new_group"):
-        assert name in described
-
-
-def test_megatron_does_not_warn_of_the_one_generator(cpu_run, caplog):
-    """A line for each layer, on each rank, of what is meant to be so here."""
-    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
-
-    tracker = CudaRNGStatesTracker()
-    tracker.add("mine", 1)
-    with tracker.fork("mine"):
-        torch.rand(2, device="cuda")
-    assert not caplog.records
-    logging.getLogger(CudaRNGStatesTracker.__module__).warning("another")
-    assert [each.message for each in caplog.records] == ["another"]
 
 
 # ---- what a GPU was asked for, the CPU does
@@ -202,8 +125,7 @@ def test_cuda_means_the_cpu(cpu_run):
 
 def test_what_was_saved_on_a_gpu_loads_and_a_rank_keeps_its_device(cpu_run, tmp_path):
     torch.save(torch.ones(2), tmp_path / "saved.pt")
-    for place in ("cuda", torch.device("cuda", 1)):
-        assert torch.load(tmp_path / "saved.pt", map_location=place).device.type == "cpu"
+    assert torch.load(tmp_path / "saved.pt", map_location="cuda").device.type == "cpu"
     torch.cuda.set_device(1)
     torch.cuda.set_device("cuda")  # names none
     assert torch.cuda.current_device() == 1
@@ -217,64 +139,6 @@ def test_the_state_of_random_numbers_is_kept_as_on_a_gpu(cpu_run):
     first = torch.nn.functional.dropout(torch.ones(100))
     torch.cuda.set_rng_state(state)
     assert torch.equal(torch.nn.functional.dropout(torch.ones(100)), first)
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_loaders_draw_from_a_state_of_their_own(cpu_run, workers):
-    """One tensor-parallel rank reads data, and all drop the same."""
-
-    def dropped(*, with_data):
-        torch.manual_seed(3)
-        read = []
-        if with_data:
-            loader = torch.utils.data.DataLoader(Drawn(), batch_size=2, shuffle=True, num_workers=workers)
-            read = [batch.tolist() for _ in range(2) for batch in loader]
-        return read, torch.nn.functional.dropout(torch.ones(100))
-
-    read, beside_data = dropped(with_data=True)
-    _, alone = dropped(with_data=False)
-    assert torch.equal(beside_data, alone)
-    assert len({number for batch in read for number in batch}) == 8  # nothing is drawn twice
-    assert dropped(with_data=True)[0] == read  # the seed is theirs, too
-
-
-class Drawn(torch.utils.data.Dataset):
-    """Samples that are random, and not the same twice."""
-
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, index):
-        return index + torch.rand(()).item()
-
-
-def test_an_asynchronous_save_writes_what_was_there_when_it_began(cpu_run, tmp_path):
-    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
-
-    weight = torch.ones(2)
-    planner = DefaultSavePlanner()
-    planner.set_up_planner({"weight": weight}, is_coordinator=True)
-    writer = FileSystemWriterAsync(tmp_path)
-    writer.set_up_storage_writer(True)
-    plans, _ = planner.create_global_plan([planner.create_local_plan()])
-    (plan,) = writer.prepare_global_plan(plans)
-    writer.prepare_write_data(plan, planner)
-    weight.zero_()  # by the next step
-    ((_, _, (_, [(_, written)])),) = writer.write_buckets
-    assert written.tolist() == [1, 1]
-
-
-def test_what_was_compiled_before_runs_as_it_is_written(cpu_run):
-    cpu_run.undo()
-    graphs = []
-
-    @torch.compile(backend=lambda graph, inputs: graphs.append(graph) or graph.forward)
-    def compiled(x):
-        return 2 * x
-
-    cpu_run.install()
-    assert compiled(torch.ones(1)).item() == 2
-    assert not graphs
 
 
 def test_nothing_is_compiled(cpu_run):
@@ -336,17 +200,6 @@ def test_gloo_does_what_megatron_asks_of_nccl():
     torch.multiprocessing.start_processes(_two_ranks, arguments, nprocs=2, start_method="forkserver")
 
 
-def test_megatron_trains_a_gpt_and_tensor_parallelism_does_not_change_the_losses(tmp_path):
-    run = ["--num-layers", 2, "--train-iters", 3]
-    ((alone,), _) = train(tmp_path / "one", 1, *run, program=UPSTREAM)
-    assert len(alone["losses"]) == 6  # two micro-batches a step
-    assert all(math.isfinite(loss) for loss in alone["losses"])
-    assert alone["losses"][-1] < alone["losses"][0]
-    two, _ = train(tmp_path / "two", 2, *run, "--tensor-model-parallel-size", 2, program=UPSTREAM)
-    for rank in two:
-        assert rank["losses"] == pytest.approx(alone["losses"], rel=1e-4)
-
-
 @pytest.mark.wide
 def test_dropout_is_alike_on_tensor_parallel_ranks_and_a_resume_drops_as_a_straight_run(tmp_path):
     """Where one of the ranks reads the data, as in Megatron's own script; the run compares gradients of its ranks."""
@@ -362,12 +215,3 @@ def test_dropout_is_alike_on_tensor_parallel_ranks_and_a_resume_drops_as_a_strai
     straight = steps()
     assert [number for number, _ in straight] == ["1", "2", "3", "4"]
     assert steps("--load", tmp_path, "--ckpt-step", 2) == straight[2:]
-
-
-@pytest.mark.wide
-def test_megatron_trains_experts_on_two_ranks_with_the_distributed_optimizer(tmp_path):
-    experts = ["--num-experts", 4, "--expert-model-parallel-size", 2, "--moe-token-dispatcher-type", "alltoall"]
-    run = ["--num-layers", 2, "--train-iters", 3, *experts, "--use-distributed-optimizer", "--bf16"]
-    for rank in train(tmp_path / "run", 2, *run, program=UPSTREAM, forked=False)[0]:
-        assert len(rank["losses"]) == 3
-        assert rank["losses"][-1] < rank["losses"][0]

@@ -14,8 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_eopt.megatron import activation
-from megatron_eopt.tools import cpu
 from megatron_eopt.tools.plan.model import described_run
 from tests.megatron.runs import MUON, ROOT, SMALL_GPT, start
 
@@ -117,26 +115,6 @@ def test_a_model_of_70_billion_parameters_needs_no_room():
     assert found["kilobytes"] < 1.5e6  # nearly all of it is torch and Megatron themselves
 
 
-@pytest.mark.parametrize(
-    ("world", "sizes"),
-    [
-        (8, FOUR_RANKS),
-        (8, [*FOUR_RANKS, "--use-tp-pp-dp-mapping"]),
-        (16, [*FOUR_RANKS, "--expert-model-parallel-size", "4"]),
-        (8, [*FOUR_RANKS[:2], "--expert-model-parallel-size", "2"]),
-    ],
-)
-def test_the_first_rank_of_each_stage_is_described(world, sizes):
-    places = []
-    for rank in range(world):
-        with described_run([*SMALL, *EXPERTS, *sizes], rank, world) as (run, _):
-            places.append(contents([], run.groups)["places"])
-            if rank == 0:
-                ranks = dist.get_process_group_ranks(run.groups.pp)
-    assert [places[rank]["pp"][0] for rank in ranks] == [*range(places[0]["pp"][1])]
-    assert {places[rank][name][0] for rank in ranks for name in ("tp", "dp", "ep", "expt_tp", "expt_dp")} == {0}
-
-
 def test_flags_that_need_a_gpu_or_files_change_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     sizes = ["--tensor-model-parallel-size", "2"]
@@ -178,18 +156,6 @@ def test_grouped_experts_are_layers_of_their_own():
         "module.decoder.layers.1.mlp.experts.local_experts.0.linear_fc1.weight": (2 * 48, 64),
         "module.decoder.layers.1.mlp.experts.local_experts.0.linear_fc2.weight": (64, 48),
     }
-
-
-def test_one_description_after_another_leaves_nothing():
-    environment = dict(os.environ)
-    with described_run([*SMALL, *EXPERTS, *FOUR_RANKS], 3, 4):
-        assert dist.get_rank() == 3
-    with pytest.raises(AssertionError), described_run([*SMALL, "--num-attention-heads", "5"]):
-        pass
-    assert not cpu.installed()
-    assert not dist.is_initialized()
-    assert activation._active is None
-    assert dict(os.environ) == environment
 
 
 @pytest.mark.parametrize(

@@ -80,13 +80,6 @@ def test_in_this_process_no_setting_is_changed(capsys):
     assert seen() == before
 
 
-def test_nothing_may_follow(capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["doctor", "--", "--bf16"])
-    assert ended.value.code == 2
-    assert "nothing is expected after --, got --bf16" in capsys.readouterr().err
-
-
 def test_without_torch(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "torch", None)
     assert main(["doctor"]) == 1

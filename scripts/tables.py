@@ -262,8 +262,7 @@ def _holds_for(flag: CliFlag, row: OptimizerSpec) -> bool:
 
 def flags() -> str:
     """The page of flags: those of a run, Muon's, and the other optimizers' own."""
-    text = [FLAGS_HEAD, flags_of(RUN_FLAGS), "Flags of Megatron's that have a page here:"]
-    text += [table(("flag", "what it does"), FLAGS_OF_MEGATRON), MUON_HEAD, muons_flags()]
+    text = [FLAGS_HEAD, flags_of(RUN_FLAGS), MUON_HEAD, muons_flags()]
     alike = dict[object, list[OptimizerSpec]]()
     for row in OPTIMIZERS.values():
         same = tuple((flag.setting, flag.help, flag.default) for flag in row.flags) or row.name
@@ -304,30 +303,13 @@ search:
 
 Every flag of this package, with what it does and its default: those of every run, [Muon's](#muon), and those of each
 other optimizer. `--optimizer NAME` names the optimizer of a run. Megatron's `--lr`, `--min-lr`, `--weight-decay`,
-`--clip-grad` and the schedules hold for every optimizer. A flag that none of its optimizers reads
-ends a run at its start.
+`--clip-grad` and the schedules hold for every optimizer. [Memory](planning.md#memory) has Megatron's flags of where
+state lies. A flag that none of its optimizers reads ends a run at its start.
 
 A star marks a flag that Megatron has itself, a dagger (†) what holds for a whole optimizer. All else single parameters
 may have too, in [overrides](overrides.md), by the name without `--`, the optimizer and `no`.
 
 ## Every run"""
-
-FLAGS_OF_MEGATRON = (
-    (
-        "`--use-distributed-optimizer`",
-        "Deals whole parameters, with their state and work, to data-parallel ranks ([memory](planning.md#memory)).",
-    ),
-    ("`--use-megatron-fsdp`, `--use-torch-fsdp2`", "Shard gradients and parameters ([memory](planning.md#memory))."),
-    (
-        "`--optimizer-cpu-offload`, `--optimizer-offload-fraction`",
-        "Keep momenta in [host memory](planning.md#host-memory).",
-    ),
-    ("`--qk-clip`", "Bounds attention logits ([QK-clip](each-optimizer.md#qk-clip))."),
-    (
-        "`--override-opt-param-scheduler`, `--use-checkpoint-opt_param-scheduler`",
-        "Whose schedule counts [at a resume](checkpoints.md#change-settings).",
-    ),
-)
 
 MUON_HEAD = """## muon
 

@@ -23,7 +23,7 @@ from models import LLAMAS, matrices_of
 
 MODEL, TENSOR, DATA = "llama3-8b", 8, (16, 64)
 NEWTON_SCHULZ = NewtonSchulz()
-WORK = Work(schedule=NEWTON_SCHULZ.schedule, restarts=NEWTON_SCHULZ.restarts)
+WORK = Work(NEWTON_SCHULZ)
 BF16, FP32 = 2, 4  # bytes of an entry
 
 

@@ -24,8 +24,8 @@ An H200 has 9.0: docs/benchmarks.md has its figures. Everything else takes torch
 def rule(device: torch.device, dtype: torch.dtype) -> tuple[Kernel, str]:
     """The kernel of products in a dtype, and why."""
     if device.type == "cpu":
-        if dtype == torch.float32:
-            return "blocked", "fp32 on a CPU"
+        if dtype in (torch.float32, torch.bfloat16):
+            return "blocked", "fp32 and bf16 on a CPU"
         return "torch", "on a CPU"
     if dtype.itemsize != 2:
         return "torch", f"{dtype} on a GPU"

@@ -90,7 +90,7 @@ def scaled(
     propagate_nan: bool = True,
     into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Divide matrices by powers of two near their 1-norms, for products in ``dtype``.
+    """Divide matrices by powers of two near their 1-norms, or largest entries, for products in ``dtype``.
 
     The division is exact. Squares of entries below 1e-19 vanish in fp32, above 1e19 they overflow: afterwards none that
     matters does. Without ``propagate_nan`` a matrix that is not finite becomes zero.
@@ -100,17 +100,21 @@ def scaled(
     finite where an entry is not.
     """
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    sums = torch.linalg.vector_norm(x, 1, dim=(-2, -1), keepdim=True, dtype=wide)
+    if x.device.type == "cpu" and x.ndim == 2 and x.numel():  # which takes eight times as long for a 1-norm
+        least, most = torch.aminmax(x)
+        largest = torch.maximum(most, -least).to(wide).view(1, 1)
+    else:
+        largest = torch.linalg.vector_norm(x, 1, dim=(-2, -1), keepdim=True, dtype=wide)
     # of its bits those of the exponent, but for zero those of the smallest power
-    integer, exponent, least = _POWERS[wide]
-    power = sums.view(integer).bitwise_and_(exponent).clamp_(min=least).view(wide)
+    integer, exponent, smallest = _POWERS[wide]
+    power = largest.view(integer).bitwise_and_(exponent).clamp_(min=smallest).view(wide)
     # what is in bf16, and shall have 16 bits again, needs no more in between
     kept = torch.bfloat16 if x.dtype == torch.bfloat16 and dtype.itemsize == 2 else wide
     if into is not None and into.dtype.itemsize == kept.itemsize:
         result = into.view(kept)
     else:
         result = torch.empty(x.shape, dtype=kept, device=x.device)
-    torch.div(x, power, out=result)
+    _divided(x, power, result)
     if not propagate_nan:
         bad = ~power.isfinite()
         # a CPU has the answer at once, and a pass over the matrix takes longer than the question
@@ -146,7 +150,19 @@ def over_norms(
         # each entry takes the place of its own, perhaps as another 16 bits
         reused = x.dtype.itemsize == dtype.itemsize
         into = x.view(dtype) if reused else torch.empty(x.shape, dtype=dtype, device=x.device)
-    return torch.div(x, divisor, out=into)
+    return _divided(x, divisor, into)
+
+
+def _divided(x: Tensor, divisor: Tensor, out: Tensor) -> Tensor:
+    """Matrices, each over its own number; ``divisor`` is (1 x 1) or (n x 1 x 1)."""
+    if x.device.type == "cpu" and x.ndim == 2 and _rounds_as(x.dtype, out.dtype):
+        divisor = divisor.view(())  # by a (1 x 1) a CPU takes twenty times as long in bf16
+    return torch.div(x, divisor, out=out)
+
+
+def _rounds_as(dtype: torch.dtype, out: torch.dtype) -> bool:
+    """Whether a quotient may be rounded to its own dtype before it is written: that of powers of two to fp32, too."""
+    return dtype == out or dtype.itemsize > 2 or (dtype, out) == (torch.bfloat16, torch.float32)
 
 
 def mean_of_triangles(
@@ -194,7 +210,7 @@ class Blocked(Products):
             return super().gram(x, out)
         if out is None:
             out = x.new_empty(*x.shape[:-1], x.size(-2))
-        return self._fill(out, x, x.mT, beta=0.0, alpha=1.0)
+        return self._fill(out, out, x, x.mT, beta=0.0, alpha=1.0)
 
     def addmm(
         self,
@@ -211,29 +227,21 @@ class Blocked(Products):
             return super().addmm(c, a, b, beta=beta, alpha=alpha, out=out)
         if out is None:
             out = torch.empty_like(c)
-        if a is b or (c is not a and c is not b):
-            return self._fill(out.copy_(c), a, b, beta=beta, alpha=alpha)
-        # beta B + alpha A B = alpha (A + beta / alpha I) B without reading B twice, and A as before afterwards
-        other = b if c is a else a
-        diagonal = other.diagonal(dim1=-2, dim2=-1)
-        before = diagonal.clone()
-        diagonal.add_(beta / alpha)
-        self._fill(out, other, c, beta=0.0, alpha=alpha)
-        diagonal.copy_(before)
-        return out
+        return self._fill(out, c, a, b, beta=beta, alpha=alpha)
 
     def _fill(
         self,
         out: Tensor,
+        c: Tensor,
         a: Tensor,
         b: Tensor,
         *,
         beta: float,
         alpha: float,
     ) -> Tensor:
-        """``out <- beta out + alpha A B``, symmetric."""
+        """``out <- beta C + alpha A B``, symmetric."""
         if out.ndim == 3:
-            for matrices in zip(out, a, b, strict=True):
+            for matrices in zip(out, c, a, b, strict=True):
                 self._fill(*matrices, beta=beta, alpha=alpha)
             return out
         rows = out.size(0)
@@ -241,7 +249,7 @@ class Blocked(Products):
         for start in range(0, rows, size):
             end = start + size
             strip = out[start:end, start:]
-            strip.addmm_(a[start:end], b[:, start:], beta=beta, alpha=alpha)
+            torch.addmm(c[start:end, start:], a[start:end], b[:, start:], beta=beta, alpha=alpha, out=strip)
             if end < rows:
                 out[end:, start:end].copy_(strip[:, size:].mT)
         return out

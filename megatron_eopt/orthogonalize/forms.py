@@ -118,11 +118,14 @@ class Iteration:
         last = out.mT if out is not None and self.transposed else out  # what the last product is written to
         if last is not None and last.dtype != self.dtype:
             last = None
+        products = len(self.schedule) if self.restarts is None else 1 + len(self.restarts)
+        first = begins_in(last, products)
         if x.device.type == "cpu" and not X.is_contiguous():  # it transposes copies far faster
             X = X.clone(memory_format=torch.contiguous_format)
             last = None
+            first = X if X.dtype == self.dtype else None
         with self.in_precision():
-            factor = self._standard(X, last) if self.restarts is None else self._gram(X, last)
+            factor = self._standard(X, first, last) if self.restarts is None else self._gram(X, first, last)
         if self.transposed:
             factor = factor.mT
         if out is None:
@@ -130,6 +133,17 @@ class Iteration:
         if last is None:
             out.copy_(factor)
         return out
+
+    def flops(self, rows: int, cols: int) -> float:
+        """Operations of a matrix, ``rows`` first in its products."""
+        share = self.products.share(rows)
+        if self.restarts is None:
+            return standard_flops(rows, cols, self.schedule, share)
+        return gram_flops(rows, cols, self.schedule, self.restarts, share)
+
+    def bytes(self, rows: int, cols: int) -> int:
+        """Memory of a matrix at work."""
+        return iteration_bytes(rows, cols, self.restarts, self.dtype.itemsize)
 
     def factor_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of factors of matrices in ``dtype``: that of the products, if it has as many bytes."""
@@ -139,12 +153,14 @@ class Iteration:
         """A context in which products have this iteration's precision."""
         return nullcontext() if self.precision is None else in_precision(self.dtype, self.precision)
 
-    def _standard(self, x: Tensor, last: Tensor | None) -> Tensor:
-        """``X <- a X + (b A + c A^2) X``, ``A = X X^T``, for each ``(a, b, c)``, from ``x`` over its norm."""
+    def _standard(self, x: Tensor, first: Tensor | None, last: Tensor | None) -> Tensor:
+        """``X <- a X + (b A + c A^2) X``, ``A = X X^T``, for each ``(a, b, c)``, from ``x`` over its norm.
+
+        ``first`` is memory of the first ``X``, and ``last`` of the result.
+        """
         products = self.products
         steps = len(self.schedule)
-        into = begins_in(last, steps)
-        X = products.normalized(x, self.dtype, propagate_nan=self.propagate_nan, into=into)
+        X = products.normalized(x, self.dtype, propagate_nan=self.propagate_nan, into=first)
         fused = torch.baddbmm if X.ndim == 3 else torch.addmm
         gram, factor = square_work(X, 2)
         Y = successor(X, last, steps)
@@ -160,15 +176,14 @@ class Iteration:
             X, Y = Y, X
         return X
 
-    def _gram(self, x: Tensor, last: Tensor | None) -> Tensor:
+    def _gram(self, x: Tensor, first: Tensor | None, last: Tensor | None) -> Tensor:
         assert self.restarts is not None
         products = self.products
         keep = self.propagate_nan
-        into = begins_in(last, 1 + len(self.restarts))
         if self.dtype == torch.float16:
-            X = products.normalized(x, self.dtype, unit=UNIT_IN_FP16, propagate_nan=keep, into=into)
+            X = products.normalized(x, self.dtype, unit=UNIT_IN_FP16, propagate_nan=keep, into=first)
             return iterate_gram_fp16(X, self.schedule, self.restarts, products, out=last)
-        X, _ = scaled(x, self.dtype, keep, into)
+        X, _ = scaled(x, self.dtype, keep, first)
         return iterate_gram(X, self.schedule, self.restarts, products, normalize=True, out=last)
 
 

@@ -10,10 +10,8 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from megatron_eopt.kernels.choice import products_for
-from megatron_eopt.kernels.precision import gram_dtype, product_dtype
 from megatron_eopt.matrices import WHOLE, Split
-from megatron_eopt.orthogonalize.newton_schulz import Form, NewtonSchulz
+from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.parallel.cost import Work
 from megatron_eopt.parallel.exchange import LayoutRuns, Shapes
 from megatron_eopt.parallel.layout import Layout, split_layout
@@ -113,23 +111,9 @@ class Compiler:
         return {name: self._work(name, iteration) for name, iteration in self.iterations.items()}
 
     def _work(self, name: str, iteration: NewtonSchulz) -> Work:
-        short = 0
-        itemsize = 0
-        for matrix, dtype in zip(self.matrices, self._dtypes, strict=True):
-            if matrix.iteration == name:
-                short = max(short, min(matrix.shape))
-                itemsize = max(itemsize, product_dtype(dtype, iteration.fp32_matmul_prec).itemsize)
-        precision = iteration.fp32_matmul_prec
-        of_gram = torch.float32
-        if self._device.type != "cpu":
-            of_gram = gram_dtype(product_dtype(torch.float32, precision), self._device) or of_gram
-        share = products_for(iteration.products, self._device, of_gram, precision).share(short)
-        return Work(
-            schedule=iteration.schedule,
-            restarts=iteration.restarts,
-            share=share,
-            itemsize=itemsize,
-        )
+        pairs = zip(self.matrices, self._dtypes, strict=True)
+        sent = [iteration.sent_dtype(dtype) for matrix, dtype in pairs if matrix.iteration == name]
+        return Work(iteration, reduce(torch.promote_types, sent), self._device)
 
     def chunks(
         self,
@@ -166,11 +150,6 @@ class Compiler:
         matrix = plan.one_of(bucket)
         settings = self.iterations[matrix.iteration]
         dtype = reduce(torch.promote_types, [settings.sent_dtype(self._dtypes[m]) for m in order])
-        form: Form = "auto"
-        if bucket.scheme.startswith("gram"):
-            form = "gram"
-        elif bucket.scheme == "distributed":
-            form = "standard"
         shape = self._worked_on(bucket, matrix)
         of_shards = [plan.matrices[m].shard_in(self._groups).shape for m in order]
         shapes: Shapes = of_shards
@@ -180,7 +159,7 @@ class Compiler:
             bucket=bucket,
             matrix=matrix,
             group=self._groups.get(matrix.group),
-            iteration=settings.compile(shape, dtype, self._device, form),
+            iteration=Work(settings, dtype, self._device).compiled(shape, bucket.scheme),
             shapes=shapes,
             dtype=dtype,
             runs=runs,

@@ -7,22 +7,30 @@ from functools import reduce
 from operator import add, sub
 from typing import NamedTuple
 
-from megatron_eopt.orthogonalize.coefficients import Coefficients
-from megatron_eopt.orthogonalize.forms import gram_flops, iteration_bytes, standard_flops
+import torch
+
+from megatron_eopt.orthogonalize.forms import Iteration
+from megatron_eopt.orthogonalize.newton_schulz import Form, NewtonSchulz
 from megatron_eopt.parallel.collectives import sent_bytes
-from megatron_eopt.parallel.plan_records import Bucket, Matrix, Plan, grouped, in_rounds
+from megatron_eopt.parallel.plan_records import Bucket, Matrix, Plan, Scheme, grouped, in_rounds
 from megatron_eopt.parallel.rectangles import Shape, cut_dimension
 from megatron_eopt.parallel.workspace import BYTES_OF_ENTRY, IN_FLIGHT, Workspace, chunk_bytes
 
+# The form that a scheme asks for; the others take the cheaper one.
+FORMS: Mapping[Scheme, Form] = {"gram_replicated": "gram", "gram_split": "gram", "distributed": "standard"}
 
-@dataclass(frozen=True, kw_only=True)
+
+@dataclass(frozen=True)
 class Work:
-    """What the cost of an iteration depends on."""
+    """An iteration whose costs are counted: those of what a step runs."""
 
-    schedule: tuple[Coefficients, ...]  # one ``(a, b, c)`` per step
-    restarts: tuple[int, ...] | None  # of the Gram form; None where it must not run
-    share: float = 0.5  # the computed part of a symmetric product, 1/2 to 1
-    itemsize: int = 4  # bytes of an entry of the products
+    settings: NewtonSchulz
+    dtype: torch.dtype = torch.float32  # the widest in which matrices are exchanged
+    device: torch.device | str = "cpu"
+
+    def compiled(self, shape: Shape, scheme: Scheme = "local") -> Iteration:
+        """The iteration of matrices of a shape under a scheme."""
+        return self.settings.compile(shape, self.dtype, self.device, FORMS.get(scheme, "auto"))
 
 
 Works = Mapping[str, Work]  # iterations by name
@@ -37,25 +45,26 @@ class Cost(NamedTuple):
 
 
 def whole_flops(shape: Shape, work: Work) -> float:
-    """Operations of one whole matrix in its cheapest form."""
+    """Operations of one whole matrix."""
     rows, cols = sorted(shape)
-    standard = standard_flops(rows, cols, work.schedule, work.share)
-    if work.restarts is None:
-        return standard
-    return min(standard, gram_flops(rows, cols, work.schedule, work.restarts, work.share))
+    return work.compiled(shape).flops(rows, cols)
 
 
 def largest_iteration(matrices: Iterable[Matrix], works: Works) -> int:
-    """Bytes of the largest iteration of a matrix."""
+    """Bytes of the largest iteration of a matrix, in any form that it may take."""
     largest = 0
-    for shape, of_kind in {(matrix.shape, works[matrix.iteration]) for matrix in matrices}:
-        largest = max(largest, iteration_bytes(min(shape), max(shape), of_kind.restarts, of_kind.itemsize))
+    for shape, work in {(matrix.shape, works[matrix.iteration]) for matrix in matrices}:
+        rows, cols = sorted(shape)
+        forms = [work.compiled(shape)]
+        if work.settings.restarts is not None:
+            forms.append(work.compiled(shape, "gram_split"))
+        largest = max(largest, *(form.bytes(rows, cols) for form in forms))
     return largest
 
 
 def cube_flops(shape: Shape, work: Work) -> float:
     """Operations of the Gram form on its Gram matrices."""
-    return gram_flops(min(shape), 0, work.schedule, work.restarts or (), work.share)
+    return work.compiled(shape, "gram_split").flops(min(shape), 0)
 
 
 def bucket_flops(
@@ -80,10 +89,11 @@ def bucket_flops(
     dim = _kept_dim(matrix)
     kept = shape[dim]
     cut = rectangle.shape[1 - dim]
+    of_one = work.compiled(shape, bucket.scheme).flops(kept, cut)
     if bucket.scheme == "distributed":
-        return count * standard_flops(kept, cut, work.schedule, work.share)
+        return count * of_one
     cubes = cube_flops(shape, work)
-    products = gram_flops(kept, cut, work.schedule, work.restarts or (), work.share) - cubes
+    products = of_one - cubes
     computed = count if bucket.scheme == "gram_replicated" else owned
     return count * products + computed * cubes
 
@@ -120,10 +130,10 @@ def bucket_traffic(
     gram = matrix.shape[_kept_dim(matrix)] ** 2 * max(4, matrix.itemsize)  # summed in fp32, or fp64
     sums = sent_bytes("all_reduce", count * gram, ranks)
     if bucket.scheme == "distributed":
-        steps = len(work.schedule)
+        steps = len(work.settings.schedule)
         norms = sent_bytes("all_reduce", count * 8, ranks)  # squared, in fp64
         return {"all_reduce": (1 + steps, norms + steps * sums)}
-    segments = len(work.restarts or ()) + 1
+    segments = len(work.settings.restarts or ()) + 1
     if bucket.scheme == "gram_replicated":
         return {"all_reduce": (segments, segments * sums)}
     full, rest = in_rounds(bucket.compute_ranks, ranks)

@@ -201,7 +201,7 @@ def assemble(received: Tensor, groups: Sequence[LayoutRuns], short_first: bool =
         stacks.append(stack)
         of_runs += by_run(stack, group)
     for part, place in _pairs(received, of_runs, runs):
-        place.copy_(part)
+        _copy(part, place)
     return stacks
 
 
@@ -209,8 +209,19 @@ def cut_up(stacks: Sequence[Tensor], runs: LayoutRuns) -> Tensor:
     """All ranks' parts of stacks of whole matrices, rank by rank."""
     flat = stacks[0].new_empty(sum(entries_of(runs)))
     for part, place in _pairs(flat, stacks, runs):
-        part.copy_(place)
+        _copy(place, part)
     return flat
+
+
+def _copy(x: Tensor, out: Tensor) -> None:
+    """Copy matrices (ranks x n x rows x cols)."""
+    if x.device.type != "cpu" or x.stride(-1) == out.stride(-1):
+        out.copy_(x)
+        return
+    # a CPU transposes matrices one by one four times as fast
+    for of_rank, of_out in zip(x, out, strict=True):
+        for matrix, place in zip(of_rank, of_out, strict=True):
+            place.copy_(matrix)
 
 
 def _pairs(flat: Tensor, stacks: Sequence[Tensor], runs: LayoutRuns) -> Iterator[tuple[Tensor, Tensor]]:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from megatron_eopt.parallel.cost import (
     Cost,
     Costs,
+    Work,
     Works,
     largest_iteration,
     plan_cost,
@@ -14,7 +15,7 @@ from megatron_eopt.parallel.plan import make_plan
 from megatron_eopt.parallel.plan_records import Bucket, Plan, TpMode, grouped
 from megatron_eopt.parallel.rectangles import Shape
 from megatron_eopt.parallel.workspace import DEFAULT_WORKSPACE, Workspace
-from megatron_eopt.screen import aligned, counted, figure, megabytes, wrapped
+from megatron_eopt.screen import aligned, counted, figure, megabytes
 
 _COMPARED: tuple[TpMode, ...] = ("duplicated", "distributed", "blockwise")
 _COLUMNS = ("matrices", "group", "scheme", "TFLOP", "sent MB", "calls")
@@ -57,13 +58,28 @@ def explain(
     lines += ["", "Each line is of the rank that is busiest with it, in one step."]
     lines.append(_memory(plan, works, workspace))
     for name, one in works.items():
-        steps = f"{numbers[name].strip()}: {name}" if numbers[name] else counted(len(one.schedule), "step")
-        form = "standard form only"
-        if one.restarts is not None:
-            form = f"Gram form with {counted(len(one.restarts), 'restart')}"
-        lines.append(wrapped(f"{steps}, {form}, {one.share:.0%} of a symmetric product computed.", hanging="    "))
+        steps = f"{numbers[name].strip()}: {name}" if numbers[name] else counted(len(one.settings.schedule), "step")
+        lines.append(f"{steps}:")
+        lines += [f"  {form}" for form in _forms(plan, one, name)]
     lines.append("blockwise is an approximation.")
     return "\n".join(lines)
+
+
+def _forms(plan: Plan, work: Work, name: str) -> list[str]:
+    """What the buckets of an iteration run, in words."""
+    found = dict[str, None]()
+    for bucket in plan.buckets:
+        matrix = plan.one_of(bucket)
+        shape = matrix.rectangles[0].shape if bucket.scheme == "blockwise" else matrix.shape
+        if matrix.iteration == name and 0 not in shape:
+            iteration = work.compiled(shape, bucket.scheme)
+            form = "standard form"
+            if iteration.restarts is not None:
+                form = f"Gram form with {counted(len(iteration.restarts), 'restart')}"
+            dtype = str(iteration.dtype).removeprefix("torch.")
+            share = iteration.products.share(min(shape))
+            found[f"{form} in {dtype}, {share:.0%} of a symmetric product computed"] = None
+    return list(found)
 
 
 def _memory(plan: Plan, works: Works, workspace: Workspace) -> str:

@@ -183,7 +183,7 @@ class _Planner:
             return None
         if self._mode == "distributed":
             return "distributed"
-        if self._works[matrix.iteration].restarts is None:
+        if self._works[matrix.iteration].settings.restarts is None:
             return None
         return "gram_split" if min(matrix.shape) > REPLICATED_ROWS else "gram_replicated"
 

@@ -13,6 +13,7 @@ from megatron_eopt.parallel.collectives import all_reduce
 from megatron_eopt.parallel.plan_records import Matrix, grouped
 
 MOST_WIDE_BYTES = 2**26  # of a copy in fp64, unless a single row takes more
+REUSED_BYTES = 2**22  # of a copy whose memory a CPU takes again: what is larger it asks the system for each time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +170,8 @@ def _sums_of(
 
 
 def _squares(x: Tensor) -> Tensor:
+    if x.device.type == "cpu":  # which takes seven times as long for norms of columns
+        return x.double().square_().sum(2)
     return torch.linalg.vector_norm(x, dim=2, dtype=torch.float64).square()
 
 
@@ -190,7 +193,10 @@ def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
 def _row_sums(sums: Callable[..., Tensor], *shards: Sequence[Tensor]) -> Tensor:
     """Sums over rows, (shards, rows), of shards of one shape."""
     rows, cols = shards[0][0].shape
-    height = max(1, MOST_WIDE_BYTES // 8 // max(1, cols))
+    most = MOST_WIDE_BYTES
+    if shards[0][0].device.type == "cpu":
+        most = min(most, REUSED_BYTES)
+    height = max(1, most // 8 // max(1, cols))
     at_once = max(1, height // max(1, rows))
     of_shards = []
     for first in range(0, len(shards[0]), at_once):

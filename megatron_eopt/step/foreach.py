@@ -151,7 +151,7 @@ def subtract(weights: Tensors, updates: Tensors, lr: Scalar, ok: Flag = None) ->
     """``p -= lr * update``, in the update's dtype."""
     if ok is None:
         rate = torch.as_tensor(lr, dtype=torch.float64, device=updates[0].device)
-        most = max(1, MOST_COPY_BYTES // max(1, *(x.nbytes for x in updates)))
+        most = _at_once(max(updates, key=lambda x: x.nbytes))
         for start in range(0, len(updates), most):
             products = torch._foreach_mul(list(updates[start : start + most]), rate)
             torch._foreach_sub_(list(weights[start : start + most]), list(products))
@@ -187,10 +187,18 @@ def active(
 
 
 def alike(*lists: Tensors) -> Iterator[list[int]]:
-    """Indices of equal tensors, :data:`MOST_COPY_BYTES` at a time."""
+    """Indices of equal tensors, as many at a time as may be copied."""
     kinds: dict[tuple[object, ...], list[int]] = {}
     for i, tensors in enumerate(zip(*lists, strict=True)):
         kinds.setdefault(tuple((x.shape, x.dtype) for x in tensors), []).append(i)
     for indices in kinds.values():
-        most = max(1, MOST_COPY_BYTES // max(1, lists[0][indices[0]].nbytes))
+        most = _at_once(lists[0][indices[0]])
         yield from (indices[start : start + most] for start in range(0, len(indices), most))
+
+
+def _at_once(x: Tensor) -> int:
+    """Copies of a tensor that are in memory at a time."""
+    most = MOST_COPY_BYTES
+    if x.device.type == "cpu":
+        most = min(most, IN_CACHE)
+    return max(1, most // max(1, x.nbytes))

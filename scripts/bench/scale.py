@@ -70,7 +70,7 @@ def exponent(seconds: Mapping[int, float]) -> float:
 
 def plans(ranks: int) -> tuple[float, float]:
     """CPU seconds of a plan, and of its hash."""
-    work = Work(schedule=NewtonSchulz().schedule, restarts=NewtonSchulz().restarts)
+    work = Work(NewtonSchulz())
     names = [(f"{layer}.{name}", shape) for layer in range(LAYERS) for name, shape in LAYER.items()]
     matrices = [Matrix(name, shape, by_rows(shape, ranks), "dp", 2) for name, shape in names]
     start = time.process_time()

@@ -63,7 +63,7 @@ def test_result_is_that_of_one_process_and_what_is_sent_is_what_was_predicted(ru
                 _, calls, sent = of_rank[0][index]
                 expected = predicted(case, ranks, rank)
                 assert {name: (calls[name], sent[name]) for name in calls} == expected, case
-                work = Work(schedule=case.settings.schedule, restarts=case.settings.restarts)
+                work = Work(case.settings)
                 assert plans.predicted(plan_of([case], ranks), rank, plans.Alike({"": work})) == expected, (
                     case
                 )  # as plans are priced

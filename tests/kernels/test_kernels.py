@@ -42,7 +42,8 @@ def test_rule_by_capability_and_dtype(gpu, capability, dtype, kernel):
 
 def test_rule_on_a_cpu():
     assert isinstance(products_for(None, CPU, torch.float32, "highest"), Blocked)
-    assert products_for(None, CPU, torch.bfloat16, "medium") == Products()
+    assert isinstance(products_for(None, CPU, torch.bfloat16, "medium"), Blocked)
+    assert products_for(None, CPU, torch.float64, "highest") == Products()
 
 
 def test_a_named_kernel_serves_or_is_refused(gpu):
@@ -72,7 +73,7 @@ def test_named_kernels_agree_with_each_other():
 
 def test_explain_names_the_kernels():
     optimizer = TensorParallelMuon([torch.nn.Parameter(torch.ones(12, 8))], fp32_matmul_prec="highest")
-    assert "Symmetric products by blocked (fp32 on a CPU)" in optimizer.explain()
+    assert "Symmetric products by blocked (fp32 and bf16 on a CPU)" in optimizer.explain()
     named = TensorParallelMuon([torch.nn.Parameter(torch.ones(12, 8))], execution=Execution(symmetric_products="torch"))
     assert "Symmetric products by torch (named)" in named.explain()
 

@@ -4,14 +4,31 @@ from math import prod
 
 from hypothesis import strategies as st
 
+from megatron_eopt.kernels.products import Products
 from megatron_eopt.orthogonalize import get_coefficients
+from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.parallel.cost import Work, bucket_traffic
 from megatron_eopt.parallel.plan_records import Matrix
 from megatron_eopt.parallel.rectangles import Rectangle, cut, cut_at, whole
 
 QUINTIC = get_coefficients("quintic", 5)
-WORK = Work(schedule=QUINTIC, restarts=(3,))
-STANDARD = Work(schedule=QUINTIC, restarts=None)
+
+
+class Halves(Products):
+    """Kernels that compute half of a symmetric product."""
+
+    def share(self, rows):
+        return 0.5
+
+
+def work_of(coefficient_type="quintic", products=None):
+    """An iteration in fp32; coefficients that are not named have no Gram form."""
+    settings = {"coefficient_type": coefficient_type, "fp32_matmul_prec": "highest"}
+    return Work(NewtonSchulz(steps=5, products=products or Halves(), **settings))
+
+
+WORK = work_of()
+STANDARD = work_of(QUINTIC)
 
 
 class Alike(dict):
@@ -91,7 +108,7 @@ def matrices(draw):
     return [Matrix(f"m{i}", *kind) for i, kind in enumerate(draw(st.permutations(kinds)))]
 
 
-ONCE = Work(schedule=get_coefficients("cubic5", 5), restarts=(), share=1.0)
+ONCE = work_of("cubic5", Products())
 works = st.sampled_from([WORKS, STANDARDS, Alike({"": ONCE}), {"a": WORK, "b": STANDARD}, {"a": ONCE, "b": WORK}])
 modes = st.sampled_from(MODES)
 

@@ -1,15 +1,13 @@
 """Costs against the published formulas, bytes against what is sent by definition, and what is refused."""
 
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
 
-from megatron_eopt.orthogonalize import get_coefficients
+from megatron_eopt.kernels.products import Products
 from megatron_eopt.parallel.cost import (
     Costs,
-    Work,
     bucket_flops,
     bucket_traffic,
     cost_of,
@@ -18,9 +16,9 @@ from megatron_eopt.parallel.cost import (
 )
 from megatron_eopt.parallel.plan import make_plan
 from megatron_eopt.parallel.plan_records import Bucket, Plan
-from tests.parallel.plans import QUINTIC, WORK, WORKS, matrices, modes, some, works
+from tests.parallel.plans import QUINTIC, WORK, WORKS, matrices, modes, some, work_of, works
 
-DENSE = Work(schedule=QUINTIC, restarts=None, share=1.0)
+DENSE = work_of(QUINTIC, Products())
 # The largest of Llama-3 70B: hidden 8192, ffn 28672, cut along the long side over 8 ranks.
 N, M, T = 8192, 28672, 8
 
@@ -31,7 +29,7 @@ def rank_cost(plan, bucket, rank, work):
 
 
 # One segment, without a restart.
-ONCE = Work(schedule=get_coefficients("cubic5", 5), restarts=())
+ONCE = work_of("cubic5")
 
 
 def planned(count, scheme, compute_ranks=(), *args, **settings):
@@ -92,8 +90,8 @@ def test_operations_are_the_formulas():
 
 def test_a_whole_matrix_takes_the_cheaper_form_that_may_run():
     assert whole_flops((512, 64), WORK) == 6 * 64**2 * 512 + 14 * 64**3
-    assert whole_flops((64, 512), replace(WORK, restarts=None)) == 15 * 64**2 * 512 + 5 * 64**3
-    assert whole_flops((64, 64), replace(WORK, share=1.0)) == 30 * 64**3
+    assert whole_flops((64, 512), work_of(QUINTIC)) == 15 * 64**2 * 512 + 5 * 64**3
+    assert whole_flops((64, 64), work_of(products=Products())) == 30 * 64**3
 
 
 @given(matrices(), modes, works)

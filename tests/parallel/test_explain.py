@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
-from megatron_eopt.orthogonalize import get_coefficients
-from megatron_eopt.parallel.cost import Costs, Work, plan_cost
+from megatron_eopt.kernels.products import Products
+from megatron_eopt.parallel.cost import Costs, plan_cost
 from megatron_eopt.parallel.explain import explain
 from megatron_eopt.parallel.plan import make_plan
 from megatron_eopt.parallel.workspace import Workspace
 from megatron_eopt.screen import figure
-from tests.parallel.plans import WORK, WORKS, matrices, modes, some
+from tests.parallel.plans import WORK, WORKS, matrices, modes, some, work_of
 
 MIXED = [
     *some(8, (4096, 16384), 1),
@@ -64,18 +64,17 @@ def test_it_is_at_most_80_columns_wide(given_matrices, mode):
     assert max(map(len, text.splitlines())) <= 80
 
 
-def test_iterations_are_numbered_where_there_are_several():
-    cubic = Work(schedule=get_coefficients("cubic5", 5), restarts=(), share=1.0)
-    names, works = ["5 steps of quintic", "5 steps of cubic5"], [WORK, cubic]
+def test_it_says_what_each_iteration_runs():
+    names = ["5 steps of quintic", "5 steps of cubic5"]
+    works = dict(zip(names, [WORK, work_of("cubic5", Products())], strict=True))
     both = [replace(m, iteration=names[i % 2]) for i, m in enumerate(some(5, (4096, 16384), 1))]
-    plan = make_plan(both, "owner", dict(zip(names, works, strict=True)))
-    text = explain(plan, dict(zip(names, works, strict=True)))
+    text = explain(make_plan(both, "owner", works), works)
     assert {row[0] for row in rows(text)[:2]} == {"3 of 4096 x 16384 #1", "2 of 4096 x 16384 #2"}
-    assert "#1: 5 steps of quintic, Gram form with 1 restart, 50% of a symmetric product computed." in text
-    assert "#2: 5 steps of cubic5, Gram form with 0 restarts, 100% of a symmetric product computed." in text
-    one = explain(make_plan(both[::2], "owner", WORKS), {names[0]: WORK})
+    assert "#1: 5 steps of quintic:\n  Gram form with 1 restart in float32, 50% of a symmetric product" in text
+    assert "#2: 5 steps of cubic5:\n  Gram form with 0 restarts in float32, 100%" in text
+    one = explain(make_plan(both[::2], "distributed", works), {names[0]: WORK})
     assert "#" not in one
-    assert "\n5 steps, Gram form with 1 restart, 50%" in one
+    assert "\n  standard form in float32, 50%" in one
 
 
 def test_what_is_compared_is_cut_into_chunks_as_the_plan_is():

@@ -71,7 +71,7 @@ def assert_scheme_serves(plan, bucket, mode, work):
         assert bucket.scheme == ("share" if first.group == "dp" else "local")
     elif bucket.scheme.startswith("gram"):
         assert mode in ("gram", "auto")
-        assert work[first.iteration].restarts is not None
+        assert work[first.iteration].settings.restarts is not None
         assert along_long_side
     elif bucket.scheme == "local":
         assert all(plan.matrices[i].holder is not None for i in bucket.matrices)

@@ -17,7 +17,6 @@ from megatron_eopt.megatron.command_line import amend
 from megatron_eopt.megatron.run_flags import FLAGS
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, list_optimizers
 from tests.optimizers.family import FOR_VECTORS, build
-from tests.orthogonalize.test_newton_schulz import STEPS
 
 rows = pytest.mark.parametrize("row", OPTIMIZERS.values(), ids=lambda row: row.name)
 # What flags set that is not for a constructor: rates of groups, splits, presets, and the optimizer of the rest.
@@ -61,7 +60,7 @@ def value_of(setting, kwargs):
     return kwargs[setting] if setting in kwargs else getattr(kwargs["execution"], setting)
 
 
-def test_every_row_is_an_optimizer_of_the_registry_and_a_name_of_the_package():
+def test_every_row_is_of_the_registry_and_of_the_package():
     assert sorted(OPTIMIZERS) == list_optimizers()
     assert len(OPTIMIZERS) == len(CLASSES)
     for name, cls in CLASSES.items():
@@ -113,7 +112,7 @@ def test_its_flags_and_what_it_takes_of_muons_reach_it(row):
 
 
 @rows
-def test_the_contracts_flag_of_weight_decay_is_honoured_or_refused(row):
+def test_the_contracts_flag_of_decay_is_honoured_or_refused(row):
     """Megatron's own field is Adam's alone, as in Megatron, which tells no other optimizer of it."""
     to_kwargs = EMERGING_OPTIMIZERS[row.name].config_to_kwargs
     for prefix in ("", "muon_", f"{row.name}_"):
@@ -132,7 +131,7 @@ def test_the_contracts_flag_of_weight_decay_is_honoured_or_refused(row):
 
 
 @pytest.mark.parametrize("name", ["muon", "adaptive_muon"])
-def test_megatrons_config_with_the_contracts_flag_gives_what_megatron_makes_of_it(name):
+def test_a_config_with_the_contracts_flag_gives_megatrons(name):
     attention = SimpleNamespace(num_attention_heads=1, num_query_groups=1, kv_channels=2)
     theirs = getattr(emerging_optimizers, f"_{name}_config_to_kwargs")
     for decoupled in (True, False):
@@ -144,7 +143,7 @@ def test_megatrons_config_with_the_contracts_flag_gives_what_megatron_makes_of_i
 
 
 @rows
-def test_the_state_that_a_step_keeps_has_the_keys_and_shapes_of_the_row(row):
+def test_the_state_of_a_step_has_the_keys_and_shapes_of_the_row(row):
     params = matrices(6, 4)
     optimizer = build(row.name, params)
     params[0].grad = torch.ones(6, 4)
@@ -169,23 +168,6 @@ def test_it_takes_vectors_where_the_row_says_so(row):
     else:
         with pytest.raises(ValueError, match="give it to another optimizer"):
             build(row.name, vector)
-
-
-@pytest.mark.parametrize(
-    ("setting", "values"),
-    [
-        ("coefficient_type", STEPS),
-        ("fp32_matmul_prec", "low medium high highest".split()),
-        ("scale_mode", "spectral unit_rms_norm shape_scaling".split()),
-        ("tp_mode", "blockwise duplicated distributed owner gram auto".split()),
-    ],
-)
-def test_flags_of_megatron_take_what_the_constructor_takes(setting, values):
-    parser = amend(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
-    for value in values:
-        given = getattr(parser.parse_args([f"--muon-{setting}".replace("_", "-"), value]), f"muon_{setting}")
-        assert given == value
-        megatron_eopt.TensorParallelMuon(matrices(6, 4), **{setting: given}, num_ns_steps=STEPS.get(given, 5))
 
 
 def test_megatron_has_the_flags_that_the_table_says_are_its_own():

@@ -25,6 +25,7 @@ from megatron_eopt import (
 from megatron_eopt.metrics import line
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_workspace import OPTIMIZERS, stepped
+from tests.optimizers.family import build, every
 
 STEPS = 5
 PAGE = Path(megatron_eopt.__file__).parents[1] / "docs" / "manifest.md"
@@ -82,19 +83,7 @@ def test_figures_are_those_of_the_matrices(method):
     assert 0.01 < expected["residual"] < 0.5
 
 
-def test_of_many_entries_some_are_compared(monkeypatch):
-    found = []
-    for most in (2**26, 500):
-        monkeypatch.setattr(metrics, "_SAMPLE", most)
-        parameters, optimizer = muon((64, 48), (48, 64))
-        seen = watched(optimizer)
-        step(parameters, optimizer, [matrix(64, 48, 2), matrix(48, 64, 3)])
-        found.append(seen[1]["muon"])
-    assert found[1].pop("update_rms") == pytest.approx(found[0].pop("update_rms"), rel=0.1)
-    assert found[0] == found[1]
-
-
-def test_what_is_watched_changes_no_bit_and_happens_at_the_interval(monkeypatch):
+def test_what_is_watched_changes_no_bit(monkeypatch):
     shapes = [(24, 40), (300, 260)]
     gradients = [[matrix(*shape, 10 * number + i) for i, shape in enumerate(shapes)] for number in range(STEPS)]
     runs, made = [], []
@@ -175,42 +164,15 @@ def test_kinds_of_layers(name, kind):
     assert metrics.kind_of_layer(name) == kind
 
 
-def test_a_shard_counts_once_and_what_all_ranks_have_by_its_share(monkeypatch):
-    monkeypatch.setattr(metrics, "values_of", lambda ranks, value, group: [value])  # a fake group brings nothing
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    try:
-        mesh = init_device_mesh("cpu", (2,))
-        found = []
-        for placement in (Shard(0), Replicate()):
-            weight = nn.Parameter(DTensor.from_local(torch.ones(3, 4), mesh, [placement]))
-            weight.grad = DTensor.from_local(torch.full((3, 4), 2.0), mesh, [placement])
-            seen = watched(optimizer := torch.optim.SGD([weight], lr=0.1))
-            optimizer.step()
-            found.append(seen[1]["sgd"])
-    finally:
-        dist.destroy_process_group()
-    # of this rank alone, since a fake group adds nothing up
-    assert [each["grad_norm"] for each in found] == pytest.approx([48**0.5, 24**0.5])
-    assert [each["update_rms"] for each in found] == pytest.approx([2, 2], rel=1e-5)
-
-
-@pytest.mark.parametrize("name", ["soap", "lion", "spectron", "polargrad", "muon_hyperball", "schedule_free_adamw"])
+@every
 def test_every_optimizer_has_its_rate_and_its_update(name):
-    cls = megatron_eopt.family.OPTIMIZERS[name].cls
     parameter = nn.Parameter(matrix(24, 40))
-    seen = watched(optimizer := cls([parameter], lr=0.01, **({"rank": 4} if name == "spectron" else {})))
+    seen = watched(optimizer := build(name, [parameter]))
     before = parameter.detach().clone()
     step([parameter], optimizer, [matrix(24, 40, 1)])
     assert seen[1][name]["learning_rate"] == 0.01
     moved = (before - parameter.detach()).square().mean().sqrt().item() / 0.01
     assert seen[1][name]["update_rms"] == pytest.approx(moved, rel=1e-4)
-
-
-def test_weights_of_16_bits_show_what_reached_them():
-    weight = nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16))
-    seen = watched(optimizer := torch.optim.SGD([weight], lr=1e-4))
-    step([weight], optimizer, [torch.ones(8, 8, dtype=torch.bfloat16)])
-    assert seen[1]["sgd"]["update_rms"] == 0  # rounded away
 
 
 def test_what_cannot_be_watched_is_refused():
@@ -257,3 +219,34 @@ def test_ranks_have_the_figures_of_one():
         for of_one, *of_two in zip(steps, first[called], second[called], strict=True):
             assert of_two[0] == pytest.approx(of_two[1], rel=0, nan_ok=True)
             assert of_two[0] == pytest.approx(of_one, rel=1e-3, nan_ok=True), called
+
+
+def test_of_many_entries_some_are_compared(monkeypatch):
+    found = []
+    for most in (2**26, 500):
+        monkeypatch.setattr(metrics, "_SAMPLE", most)
+        parameters, optimizer = muon((64, 48), (48, 64))
+        seen = watched(optimizer)
+        step(parameters, optimizer, [matrix(64, 48, 2), matrix(48, 64, 3)])
+        found.append(seen[1]["muon"])
+    assert found[1].pop("update_rms") == pytest.approx(found[0].pop("update_rms"), rel=0.1)
+    assert found[0] == found[1]
+
+
+def test_a_shard_counts_once_and_a_copy_by_its_share(monkeypatch):
+    monkeypatch.setattr(metrics, "values_of", lambda ranks, value, group: [value])  # a fake group brings nothing
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        found = []
+        for placement in (Shard(0), Replicate()):
+            weight = nn.Parameter(DTensor.from_local(torch.ones(3, 4), mesh, [placement]))
+            weight.grad = DTensor.from_local(torch.full((3, 4), 2.0), mesh, [placement])
+            seen = watched(optimizer := torch.optim.SGD([weight], lr=0.1))
+            optimizer.step()
+            found.append(seen[1]["sgd"])
+    finally:
+        dist.destroy_process_group()
+    # of this rank alone, since a fake group adds nothing up
+    assert [each["grad_norm"] for each in found] == pytest.approx([48**0.5, 24**0.5])
+    assert [each["update_rms"] for each in found] == pytest.approx([2, 2], rel=1e-5)

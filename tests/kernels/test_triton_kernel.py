@@ -118,27 +118,6 @@ def stacks():
             assert torch.equal(got[index], product(a[index], b[index], c[index], alpha=0.7, beta=-1.3))
 
 
-@case
-def any_strides():
-    a = gaussian(70, 2, 60)[:, :, ::3].transpose(0, 1)  # columns apart, matrices inside rows
-    b = gaussian(70, 20, seed=1).expand(2, 70, 20)  # one matrix for all
-    c = gaussian(72, 140, 2, seed=2)[1:71, ::2].permute(2, 1, 0)  # no row and no column lies together
-    expect(product(a, b, c, alpha=2.0, beta=3.0), a, b, c, 2.0, 3.0)
-
-
-@case
-def out_of_any_strides():
-    for cols in (20, 64):  # 64 needs no masks along the columns, but along the rows
-        x = gaussian(2, 100, cols, dtype=torch.bfloat16)
-        for dtype in (torch.bfloat16, torch.float32):
-            room = torch.empty((2, 160, 260), dtype=dtype, device=DEVICE)
-            for out in (room[:, 3:103, 5:105], room[:, 3:103, 5:205:2], room.mT[:, 5:105, 3:103]):
-                room.fill_(torch.nan)
-                assert product(x, x, out=out) is out
-                expect(out, x, x)
-                assert room.isfinite().sum() == out.numel()  # nothing is written beside it
-
-
 def strided(draw, shape, dtype):
     """Random numbers of a shape, in one of the ways in which a tensor can lie."""
     x = gaussian(*(2 * n + 3 for n in shape), seed=draw.randrange(2**31), dtype=dtype)
@@ -251,15 +230,6 @@ def matrices_of_more_than_a_block_over_their_norms():
 
 
 @case
-def a_matrix_is_normalized_alike_alone_and_in_a_stack():
-    x = gaussian(3, 70, 200, dtype=torch.bfloat16)
-    together = normalized(x, torch.float16)
-    for index in range(3):
-        alone = normalized(x[index], torch.float16)
-        assert torch.equal(together[index], alone)
-
-
-@case
 def norms_of_what_is_zero_or_not_finite():
     for bad in (torch.inf, -torch.inf, torch.nan):
         for dtype in (torch.bfloat16, torch.float32):
@@ -292,19 +262,6 @@ def factors_are_those_of_torch():
         expected = newton_schulz(x, **settings)
         got = newton_schulz(x, **settings, products=Triton())
         assert lengths(got - expected).max() <= 3e-2 * lengths(expected).min()
-
-
-@wide_case
-def factors_of_soap():
-    from megatron_eopt.optimizers.soap import SOAP
-
-    for shape in ((33, 70), (70, 17)):
-        p = torch.nn.Parameter(gaussian(*shape))
-        p.grad = gaussian(*shape, seed=1)
-        optimizer = SOAP([p], symmetric_products="triton")
-        optimizer.step()
-        expect(optimizer.state[p]["L"], p.grad, p.grad)
-        expect(optimizer.state[p]["R"], p.grad.mT, p.grad.mT)
 
 
 def run(code, interpret, **environment):

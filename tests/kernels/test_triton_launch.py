@@ -38,7 +38,7 @@ def has_no_grids(self, grid):
 
 
 @pytest.mark.parametrize("other", [takes_less, has_no_grids])
-def test_where_triton_starts_kernels_otherwise_all_launches_are_its_own(other, monkeypatch, caplog):
+def test_where_triton_starts_otherwise_all_launches_are_its_own(other, monkeypatch, caplog):
     gpu = binding(monkeypatch)
     monkeypatch.setattr(Compiled, "__getitem__", other)
     monkeypatch.setattr(Launcher, "starts_known", True)

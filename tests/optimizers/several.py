@@ -1,8 +1,6 @@
 """Parameters of several shapes, gradients that depend on the step alone, and steps with these."""
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 SHAPES = [(6, 4), (5,), (), (2, 3, 4), (0, 3)]
 
@@ -34,20 +32,3 @@ def gradients_of(optimizer, params, steps, set_gradients=set_gradients):
         optimizer.step()
         assert all(torch.equal(p.grad, of_p[-1]) for of_p, p in zip(seen, params, strict=True))
     return seen
-
-
-UNEVEN = [(5, 4), (7,), (1, 3)]  # over two ranks, one of which has nothing of the last
-
-
-def stepped_in_shards(ranks, make):
-    """Parameters that are cut along their first dimension, and their optimizer after three steps."""
-    mesh = init_device_mesh("cpu", (ranks,))
-    params = [torch.nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)])) for p in parameters(UNEVEN)]
-    optimizer = make(params)
-    for step in range(3):
-        whole = parameters(UNEVEN)
-        set_gradients(whole, step)
-        for p, q in zip(params, whole, strict=True):
-            p.grad = distribute_tensor(q.grad, mesh, [Shard(0)])
-        optimizer.step()
-    return params, optimizer

@@ -66,21 +66,6 @@ def test_gradients_are_copied_once_they_have_moved(moving, captures):
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
 
 
-def test_a_watched_step_has_figures_and_changes_no_bit():
-    device = "cuda" if CUDA else "cpu"
-    seen = []
-    (of_one, of_other), one, other = pair(device)
-    captured(one, *([capture_cuda] if CUDA else []))
-    megatron_eopt.watch(other, lambda step, metrics: seen.append(metrics["muon"]["update_rms"]), 4)
-    for step in range(6):
-        for parameters, optimizer in ((of_one, one), (of_other, other)):
-            set_gradients(parameters, step)
-            optimizer.step()
-    assert seen
-    assert all(seen)
-    assert all(torch.equal(p, q) for p, q in zip(of_one, of_other, strict=True))
-
-
 class Cuda:
     """What torch.cuda is asked for by a capture, in order; the replay is asked for, too."""
 
@@ -100,7 +85,7 @@ class Cuda:
         self.calls.append(f"end of {what}")
 
 
-def test_a_capture_is_on_the_device_and_does_not_mind_other_threads(monkeypatch):
+def test_a_capture_does_not_mind_other_threads(monkeypatch):
     """A thread that pins memory for a data loader breaks a capture that looks at all threads, torch's default."""
     cuda = Cuda(monkeypatch)
     capture_cuda(lambda: cuda.calls.append("run"), torch.device("cuda:1"))()
@@ -158,3 +143,18 @@ def test_a_step_without_any_gradient_changes_nothing():
     before = p.detach().clone()
     captured(TensorParallelMuon([p])).step()
     assert torch.equal(before, p)
+
+
+def test_a_watched_step_has_figures_and_changes_no_bit():
+    device = "cuda" if CUDA else "cpu"
+    seen = []
+    (of_one, of_other), one, other = pair(device)
+    captured(one, *([capture_cuda] if CUDA else []))
+    megatron_eopt.watch(other, lambda step, metrics: seen.append(metrics["muon"]["update_rms"]), 4)
+    for step in range(6):
+        for parameters, optimizer in ((of_one, one), (of_other, other)):
+            set_gradients(parameters, step)
+            optimizer.step()
+    assert seen
+    assert all(seen)
+    assert all(torch.equal(p, q) for p, q in zip(of_one, of_other, strict=True))

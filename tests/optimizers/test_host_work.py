@@ -29,13 +29,12 @@ LAUNCHERS = (
     triton_step.launchers[triton_step.momentum_kernel],
     triton_step.launchers[triton_step.subtract_kernel],
 )
-OF_MOMENTS = tuple(triton_step.launchers[x] for x in (triton_step.moment_kernel, triton_step.lines_kernel))
 
 
 @pytest.fixture
 def gpu(monkeypatch):
     """Notes launches, of launchers that know none."""
-    for launcher in (*LAUNCHERS, *OF_MOMENTS):
+    for launcher in LAUNCHERS:
         monkeypatch.setattr(launcher, "_known", {})
     for module in (step_form, choice):
         monkeypatch.setattr(module, "triton_missing", lambda device: None)
@@ -61,7 +60,7 @@ def prepared(count):
     return optimizer
 
 
-def test_a_step_searches_for_no_kernel_that_the_one_before_launched(gpu, monkeypatch):
+def test_a_step_searches_for_no_kernel_that_is_known(gpu, monkeypatch):
     optimizer = prepared(20)
     gpu.started.clear()
     gpu.searched.clear()
@@ -75,23 +74,6 @@ def test_a_step_searches_for_no_kernel_that_the_one_before_launched(gpu, monkeyp
     optimizer.step()
     assert len({*gpu.searched}) == len(LAUNCHERS)
     assert known == without_memory(gpu.started)  # what Triton itself would start
-
-
-def test_settings_in_whole_numbers_are_no_constants_of_kernels(gpu, monkeypatch):
-    """Triton compiles an integer of 1 into a kernel, which would then serve other groups as well."""
-    compiled = []
-    for beta2, eps in ((0, 1), (0.5, 1e-8)):
-        for launcher in (*LAUNCHERS, *OF_MOMENTS):
-            monkeypatch.setattr(launcher, "_known", {})
-        gpu.started.clear()
-        p = torch.nn.Parameter(torch.zeros(4, 16))
-        p.grad = torch.ones_like(p)
-        settings = {"moment2_method": "adamuon", "beta2": beta2, "eps": eps, "fp32_matmul_prec": "medium"}
-        TensorParallelMuon(
-            [p], execution=Execution(symmetric_products="triton", step_kernels="triton"), **settings
-        ).step()
-        compiled.append([(kernel, key) for kernel, key, *_ in gpu.started])
-    assert compiled[0] == compiled[1]
 
 
 class Dispatched(TorchDispatchMode):

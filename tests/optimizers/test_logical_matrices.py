@@ -8,12 +8,8 @@ import torch
 from megatron_eopt import TensorParallelMuon
 from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.matrices import GATE_UP, WHOLE, concatenated, experts, interleaved, query_key_value
-from tests.matrices.models import kinds
 from tests.optimizers.family import ELEMENTWISE, build, having, matrices, take
 from tests.parallel.test_layout import Group
-
-KINDS = kinds()
-COLS = 24
 
 
 def parameter(x, split=None, **attributes):
@@ -21,44 +17,6 @@ def parameter(x, split=None, **attributes):
     for name, value in attributes.items() if split is None else [*attributes.items(), ("logical_matrices", split)]:
         setattr(result, name, value)
     return result
-
-
-def stepped(optimizer, parameters, gradients, steps=2):
-    for step in range(steps):
-        for p, g in zip(parameters, gradients, strict=True):
-            p.grad = g * (1 + step)
-        optimizer.step()
-    return [p.detach() for p in parameters]
-
-
-def both_ways(kind, make):
-    """The fused parameter after some steps, the optimizer, and what it should be."""
-    weights, gradients = kind.whole(COLS), kind.whole(COLS, seed=1)
-    apart = [parameter(weight) for weight in weights]
-    (expected,) = kind.store(stepped(make(apart), apart, gradients), 1)
-    fused = parameter(kind.store(weights, 1)[0], kind.split)
-    optimizer = make([fused])
-    return stepped(optimizer, [fused], kind.store(gradients, 1))[0], optimizer, expected
-
-
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("precision", ["highest", "medium"])
-def test_a_split_update_is_the_updates_of_its_matrices(name, precision):
-    def make(parameters):
-        return TensorParallelMuon(
-            parameters, lr=0.1, scale_mode="shape_scaling", weight_decay=0.2, fp32_matmul_prec=precision
-        )
-
-    actual, optimizer, expected = both_ways(KINDS[name], make)
-    assert torch.equal(actual, expected)  # the same stacks of the same numbers
-    (p,) = optimizer.param_groups[0]["params"]
-    assert [layout.shape for layout in optimizer.matrix_layouts(p)] == [
-        (r, COLS) for r in KINDS[name].matrices.values()
-    ]
-    names = [matrix.name for matrix in optimizer.prepare().plan.matrices]
-    parameter_name = "parameter 0 of group 0, of shape " + str(tuple(p.shape))
-    assert names == [f"{parameter_name}[{n}]" if n else parameter_name for n in KINDS[name].matrices]
-    assert optimizer.state[p]["momentum_buffer"].shape == p.shape
 
 
 def test_what_a_parameter_declares_wins():
@@ -97,7 +55,7 @@ def test_a_parameter_that_is_another_than_declared_is_refused(shape, split, mess
     assert len(opt.param_groups) == groups
 
 
-def test_blockwise_takes_pieces_for_matrices_where_each_rank_has_the_like():
+def test_blockwise_takes_pieces_that_each_rank_has_the_like_of():
     groups = SimpleNamespace(tp=Group(2), expt_tp=Group(1))
     sharded = {"tensor_model_parallel": True, "partition_dim": 0}
     p = parameter(torch.randn(4, 6), GATE_UP, **sharded)

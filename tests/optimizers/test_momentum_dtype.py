@@ -5,11 +5,7 @@ import logging
 
 import pytest
 import torch
-from torch import nn
 
-from megatron_eopt import Execution, TensorParallelMuon
-from megatron_eopt.matrices import experts, per_shard
-from megatron_eopt.optimizers.with_adamw import Muon
 from tests.optimizers.family import ELEMENTWISE, build, having
 from tests.optimizers.several import parameters as of_shapes
 
@@ -47,15 +43,6 @@ def momenta(optimizer):
 
 def dtypes(optimizer):
     return {state[MOMENTUM].dtype for state in optimizer.state.values()}
-
-
-def assert_equal(one, other):
-    for group, of_other in zip(one.param_groups, other.param_groups, strict=True):
-        for p, q in zip(group["params"], of_other["params"], strict=True):
-            assert torch.equal(p, q)
-            for key, x in one.state[p].items():
-                assert x.dtype == other.state[q][key].dtype
-                assert torch.equal(x, other.state[q][key]), key
 
 
 @relatives
@@ -116,69 +103,6 @@ def test_a_state_of_the_other_kind_is_converted_and_that_is_said(was, now, caplo
         assert torch.equal(m, other.to(dtypes[1]))
     take(second, range(3, 5))
     assert second.param_groups[0].get("momentum_steps") == {None: 3, BF16: 2}[now]
-
-
-def test_stacks_and_what_is_read_as_a_matrix():
-    stack, one = nn.Parameter(torch.ones(2, 6, 130)), nn.Parameter(torch.ones(1, 6, 4))
-    stack.logical_matrices, one.logical_matrices = experts(2, per_shard(gate=3, up=3)), experts(1)
-    optimizer = TensorParallelMuon([("stack", stack), ("one", one)], execution=Execution(momentum_dtype=BF16))
-    take(optimizer, range(2))
-    flattened = [nn.Parameter(torch.ones(6, 4, 1, 1)), nn.Parameter(torch.ones(6, 4))]
-    heavy = [Muon([("filter", p)], [], execution=Execution(momentum_dtype=BF16)) for p in flattened]
-    for each in heavy:
-        for step in range(3):
-            p = each.param_groups[0]["params"][0]
-            p.grad = gradients(step, [(6, 4)])[0].view(p.shape)
-            each.step()
-    assert torch.equal(flattened[0].flatten(1), flattened[1])
-    of_filter, of_matrix = (momentum(each.state[p]) for each, p in zip(heavy, flattened, strict=True))
-    assert torch.equal(of_filter.flatten(1), of_matrix)
-    assert of_matrix.any()
-    assert dtypes(optimizer) | dtypes(heavy[0]) == {BF16}
-    again = TensorParallelMuon([("stack", stack), ("one", one)], execution=Execution(momentum_dtype=BF16))
-    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert all(map(torch.equal, momenta(again), momenta(optimizer)))
-    exact = sum(0.05 * 0.95 ** (1 - step) * gradients(step, [(2, 6, 130)])[0] for step in range(2))
-    assert (momenta(optimizer)[0] - exact).norm() < 0.03 * exact.norm()
-
-
-class Own(TensorParallelMuon):
-    """An orthogonalize of the user's own, before which nothing is changed."""
-
-    def orthogonalize(self, p, grad, **group_settings):
-        if self.fails:
-            raise RuntimeError("of the user")
-        return super().orthogonalize(p, grad, **group_settings)
-
-
-def test_an_orthogonalize_of_ones_own_gets_the_same():
-    plain, own = (kind(parameters(), execution=Execution(momentum_dtype=BF16)) for kind in (TensorParallelMuon, Own))
-    own.fails = False
-    for optimizer in (plain, own):
-        take(optimizer, range(3))
-    assert_equal(own, plain)
-    own.fails, before = True, copy.deepcopy(own.state_dict())
-    weights = [p.detach().clone() for p in own.param_groups[0]["params"]]
-    with pytest.raises(RuntimeError, match="of the user"):
-        take(own, [3])
-    own.fails = False
-    with pytest.raises(RuntimeError, match="ended the last step"):
-        take(own, [3])
-    own.load_state_dict(before)
-    torch._foreach_copy_([p.detach() for p in own.param_groups[0]["params"]], weights)
-    for optimizer in (plain, own):
-        take(optimizer, range(3, 5))
-    assert_equal(own, plain)
-
-
-def test_l2_decay_and_gradients_in_bf16():
-    params = parameters(BF16)
-    settings = {"weight_decay": 0.1, "weight_decay_method": "l2", "momentum": 0.5, "nesterov": False, "lr": 0.0}
-    optimizer = TensorParallelMuon(params, execution=Execution(momentum_dtype=BF16), **settings)
-    take(optimizer, range(2))
-    for i, (p, m) in enumerate(zip(params, momenta(optimizer), strict=True)):
-        both = [g[i].to(BF16).double() + 0.1 * p.double() for g in (gradients(0), gradients(1))]
-        torch.testing.assert_close(m.double(), both[0] / 4 + both[1] / 2, rtol=2**-6, atol=2**-7)
 
 
 def test_refusals():

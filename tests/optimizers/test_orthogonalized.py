@@ -1,5 +1,3 @@
-import copy
-
 import pytest
 import torch
 
@@ -33,7 +31,7 @@ def test_a_name_of_another_class_is_no_setting_of_the_users():
         optimizer([matrix()], momentum=0.5)
 
 
-def test_missing_functions_mean_identity_and_scale_one_with_a_warning():
+def test_missing_functions_mean_identity_and_are_warned_of():
     p = matrix()
     with pytest.warns(UserWarning, match="OrthogonalizedOptimizer has no") as caught:
         opt = optimizer([p], orthogonalize_fn=None, scale_factor_fn=None)
@@ -47,23 +45,6 @@ def test_missing_functions_mean_identity_and_scale_one_with_a_warning():
     torch.testing.assert_close(p.detach(), expected)
 
 
-def test_further_settings_of_users_may_be_tensors_also_in_a_copy():
-    class Subclass(OrthogonalizedOptimizer):
-        def orthogonalize(self, p, grad, mine):
-            return grad * mine
-
-    p, mine = matrix(), torch.rand(6, 4)
-    split = {"split_qkv": False, "is_qkv_fn": None, "qkv_split_shapes": None, "fp32_matmul_prec": "highest"}
-    functions = {"orthogonalize_fn": torch.sign, "scale_factor_fn": lambda rows, cols: 1.0}
-    opt = Subclass([p], 0.1, 0.9, False, 0.0, True, **split, **functions, mine=mine)
-    for each in (opt, copy.deepcopy(opt)):
-        (q,) = each.param_groups[0]["params"]
-        before = q.detach().clone()
-        q.grad = gradient(q, 1)
-        each.step()
-        torch.testing.assert_close(q.detach(), before - 0.1 * 0.1 * q.grad * mine)
-
-
 def times_five(grad):
     return 5 * grad
 
@@ -74,7 +55,7 @@ def three(rows, cols):
 
 @every
 @pytest.mark.parametrize(("key", "function"), [("orthogonalize_fn", times_five), ("scale_factor_fn", three)])
-def test_a_function_set_as_an_attribute_has_an_effect_or_there_is_a_word(name, key, function, caplog):
+def test_a_function_that_is_set_has_an_effect_or_there_is_a_word(name, key, function, caplog):
     plain, own = matrices(), matrices()
     optimizers = build(name, plain), build(name, own)
     said = ""
@@ -92,7 +73,7 @@ def test_a_function_set_as_an_attribute_has_an_effect_or_there_is_a_word(name, k
 
 @pytest.mark.parametrize("method", ["orthogonalize", "scaled_orthogonalize_fn", "orthogonalize_fn", "scale_factor_fn"])
 @pytest.mark.parametrize("how", ["overridden", "set"])
-def test_no_size_is_stated_of_updates_that_a_users_function_makes(method, how):
+def test_no_size_is_stated_of_what_a_users_function_makes(method, how):
     def function(*args, **settings):
         return 0.5 if method == "scale_factor_fn" else 0.5 * args[-1]
 

@@ -80,27 +80,7 @@ def test_equals_emerging_optimizers(monkeypatch, shape, noise):
         assert_close(ours.state[p][key], factor, 1e-4, key)
 
 
-def test_an_update_is_white_whatever_the_gradients_are():
-    """With gradients of two factors of very unequal singular values; those of a gradient are 1,000 times as unequal."""
-    generator = torch.Generator().manual_seed(0)
-    left, right = (torch.randn(n, n, generator=generator) * torch.logspace(0, -1, n) for n in (16, 24))
-    p = torch.nn.Parameter(torch.zeros(16, 24))
-    optimizer = PSGDKron([p], lr=1.0, momentum=0.0, weight_decay=0.0, max_update_rms=0.0)
-    updates = []
-    for _ in range(400):
-        before = p.detach().clone()
-        p.grad = 1e-3 * left @ torch.randn(16, 24, generator=generator) @ right
-        optimizer.step()
-        updates.append(before - p.detach())
-    rows = sum(u @ u.T for u in updates[-100:]) / 100 / 24
-    assert 0.7 < rows.diagonal().mean() < 1.1  # the bound is above the curvature that most steps have
-    values = torch.linalg.eigvalsh(rows)
-    assert values[-1] / values[0] < 4
-    of_gradients = torch.linalg.eigvalsh(left @ left.T)
-    assert of_gradients[-1] / of_gradients[0] > 1000
-
-
-def test_random_numbers_are_normal_and_of_their_own_for_each_step():
+def test_random_numbers_are_normal_and_other_in_each_step():
     several = torch.stack(
         [normals(step, 10_000, torch.ones((), dtype=torch.float64)) for step in (1, 2, 3, 100, 2**20)]
     )
@@ -110,28 +90,3 @@ def test_random_numbers_are_normal_and_of_their_own_for_each_step():
     assert (torch.corrcoef(several) - torch.eye(5)).abs().max() < 0.04
     for shift in (1, 2, 32, 100, 128):
         assert (several * several.roll(shift, 1)).mean(1).abs().max() < 0.04
-
-
-@pytest.mark.parametrize("size", [1e-30, 1e12])
-def test_factors_stay_finite(size):
-    """Products of the small ones with themselves are 0 in fp32; larger ones are skipped."""
-    p = matrix()
-    optimizer = PSGDKron([p], lr=0.01, weight_decay=0.0)
-    for seed in range(30):
-        p.grad = gradient(p, seed) * size
-        optimizer.step()
-    p.grad = gradient(p, 99)
-    optimizer.step()
-    assert all(x.isfinite().all() for x in (p, *optimizer.state[p].values()))
-    assert (p - matrix()).abs().max() < 0.01 * 31 * 5  # entries of matrices whose RMS is at most 1
-
-
-def test_a_warm_up_may_begin_at_a_rate_of_zero():
-    p = torch.nn.Parameter(torch.ones(6, 4))
-    optimizer = PSGDKron([p], lr=0.0, precond_decay_steps=1)
-    for rate in (0.0, 0.01):
-        optimizer.param_groups[0]["lr"] = rate
-        p.grad = torch.ones_like(p)
-        optimizer.step()
-    assert p.isfinite().all()
-    assert not torch.equal(p, torch.ones_like(p))

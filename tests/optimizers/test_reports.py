@@ -1,7 +1,5 @@
 """What Muon tells of its matrices, group by group."""
 
-from dataclasses import replace
-
 import torch
 
 from megatron_eopt import TensorParallelMuon
@@ -20,17 +18,7 @@ def test_matrices_are_described_with_the_scale_of_their_group():
     assert [(m.shape, m.scale) for p in params for m in described[p]] == [((8, 4), 8**0.5), ((4, 16), 0.5 * 16**0.5)]
 
 
-def test_matrices_are_described_with_the_scheme_of_their_own_bucket():
-    optimizer, params = two_groups()
-    engine = optimizer.prepare()
-    schemes = {0: "local", 1: "gram_split"}
-    buckets = tuple(replace(bucket, scheme=schemes[bucket.matrices[0]]) for bucket in engine.plan.buckets)
-    engine.plan = replace(engine.plan, buckets=buckets)
-    described = optimizer.described_matrices()
-    assert [m.scheme for p in params for m in described[p]] == ["local", "gram split"]
-
-
-def test_ranks_compare_what_a_group_says_and_not_what_the_optimizer_says():
+def test_ranks_compare_what_a_group_says():
     p, q = (torch.nn.Parameter(torch.zeros(2, 2)) for _ in range(2))
     groups = [{"params": [p], "lr": 0.5, "tag": "x"}, {"params": [q]}]
     found = by_parameter(groups, ["lr", "tag"], {"lr": 0.1, "split_qkv": False}, {"tag"})

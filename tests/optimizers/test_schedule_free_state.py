@@ -14,7 +14,7 @@ from tests.optimizers.test_schedule_free import SETTINGS, VARIANTS
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_evaluation_is_at_x_and_training_goes_on_at_y_bit_for_bit(dtype):
+def test_evaluation_is_at_x_and_training_goes_on_at_y(dtype):
     straight, params = parameters(dtype=dtype), parameters(dtype=dtype)
     run(ScheduleFreeAdamW(straight, **SETTINGS), straight, range(6))
     optimizer = ScheduleFreeAdamW(params, **SETTINGS)

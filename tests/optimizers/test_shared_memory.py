@@ -13,7 +13,7 @@ from megatron_eopt import SOAP, Execution
 
 
 @pytest.mark.parametrize("ranks", [8, 64])
-def test_a_step_shared_by_data_parallel_ranks_takes_as_much_at_any_number(ranks):
+def test_a_shared_step_takes_as_much_at_any_number_of_ranks(ranks):
     """Each rank holds a copy of every matrix: what all ranks' copies take would grow with the ranks."""
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     try:

@@ -48,17 +48,3 @@ def test_neither_the_size_of_gradients_nor_zeros_matter(size):
     assert_close(kept, -expected * (12 / 11) ** 0.5)
     assert torch.equal(p.grad, given)
     assert not optimizer.state[p]
-
-
-def test_the_predicted_size_is_that_of_an_update():
-    p = matrix(12, 8)
-    before, optimizer = p.detach().clone(), SinkGD([p], lr=1.0, weight_decay=0.0)
-    run(optimizer, p, [0])
-    [described] = optimizer.described_matrices()[p]
-    assert (p - before).square().mean().sqrt().item() == pytest.approx(described.rms, rel=1e-5)
-
-
-@pytest.mark.parametrize("iterations", [0, 2.5, -1])
-def test_other_numbers_of_iterations_are_refused(iterations):
-    with pytest.raises((TypeError, ValueError), match="iterations"):
-        SinkGD([matrix()], iterations=iterations)

@@ -3,9 +3,7 @@
 import pytest
 import torch
 
-from megatron_eopt.matrices import GATE_UP, experts, query_key_value
 from megatron_eopt.optimizers.soap import SOAP
-from megatron_eopt.step import stacked_optimizer
 from tests.optimizers.several import parameters, run, set_gradients
 from tests.optimizers.soap_reference import SETTINGS
 
@@ -43,24 +41,3 @@ def test_fused_projections_are_split_where_that_is_asked_for(shapes):
     run(optimizer, [p, bias], range(2))
     assert {key for key in optimizer.state[p] if key.startswith("Q")} == {"Q_R"}
     assert set(optimizer.state[bias]) == {"exp_avg", "exp_avg_sq", "steps"}
-
-
-def test_each_matrix_has_the_sides_that_are_short_enough():
-    p, q, r = parameters([(16, 6), (12, 9), (2, 8, 9)])
-    p.logical_matrices, q.logical_matrices, r.logical_matrices = query_key_value([12, 2, 2]), GATE_UP, experts(2)
-    optimizer = SOAP([p, q, r], max_dim=8)
-    optimizer.init_state()
-    keys = [{key: tuple(x.shape) for key, x in optimizer.state[each].items() if key[0] in "LR"} for each in (p, q, r)]
-    assert keys[0] == {"R_0": (6, 6), "L_1": (2, 2), "R_1": (6, 6), "L_2": (2, 2), "R_2": (6, 6)}
-    assert keys[1] == {"L_0": (6, 6), "L_1": (6, 6)}
-    assert keys[2] == {"L_0": (8, 8), "L_1": (8, 8)}
-    assert optimizer.settings()["split_qkv"] is False
-
-
-def test_matrices_whose_rows_lie_apart_step_in_chunks_of_their_own(monkeypatch):
-    together, apart = parameters([(32, 6)]), parameters([(32, 6)])
-    for params, most in ((together, stacked_optimizer.MOST_STACK_BYTES), (apart, 1)):
-        monkeypatch.setattr(stacked_optimizer, "MOST_STACK_BYTES", most)
-        params[0].logical_matrices = query_key_value([4, 2, 2])
-        run(SOAP(params, **SETTINGS), params, range(STEPS))
-    assert torch.equal(together[0], apart[0])

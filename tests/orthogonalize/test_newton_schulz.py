@@ -69,20 +69,6 @@ def test_the_norm_of_the_input_does_not_matter(norm, precision):
     assert relative(scaled, expected.double()) < bound
 
 
-@pytest.mark.parametrize("shape", [(8, 16), (2, 8, 16), (1, 5), (5, 1)])
-@pytest.mark.parametrize("precision", ["medium", "highest"])
-def test_zero_gives_zero(shape, precision):
-    assert torch.equal(newton_schulz(torch.zeros(shape), fp32_matmul_prec=precision), torch.zeros(shape))
-
-
-def test_a_zero_matrix_in_a_stack_leaves_the_others():
-    x = gaussian(3, 8, 16)
-    x[1] = 0
-    result = newton_schulz(x)
-    assert torch.equal(result[1], torch.zeros(8, 16))
-    torch.testing.assert_close(result[[0, 2]], newton_schulz(x[[0, 2]]), rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("shape", [(4,), (1, 2, 4, 4)])
 def test_what_is_no_matrix_is_refused(shape):
     with pytest.raises(ValueError, match=r"2-D or 3-D"):

@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
 
 from megatron_eopt import Spectron, factor_pairs
 from megatron_eopt.plain import OptimizerConfig, build_optimizer
@@ -57,21 +56,6 @@ def test_pairs_have_the_order_of_the_patterns():
     assert [id(p) for p in pairs["params"]] == [id(p) for p in expected]
 
 
-def test_factors_are_what_is_trained():
-    """No weight of theirs is made, and nothing is projected."""
-    model = Model()
-    optimizer = build(model, muon_adam_lr=1e-2)
-    pairs, dense, _ = optimizer.param_groups
-    assert [tuple(p.shape) for p in pairs["params"]] == [(20, 3), (12, 3), (12, 3), (20, 3)] * 2
-    assert (pairs["pairs"], dense["pairs"]) == (True, False)
-    assert [tuple(p.shape) for p in dense["params"]] == [(12, 12)]
-    assert [len(group["params"]) for group in optimizer.adamw.param_groups] == [2]
-    cross_entropy(model(torch.arange(11)), torch.arange(11)).backward()
-    optimizer.step()
-    for factor in model.blocks[0]["up"].parameters():
-        assert {key.partition(".")[0] for key in optimizer.state[factor]} == {"momentum_buffer", "u"}
-
-
 def test_factors_take_the_steps_of_spectrons_pairs():
     model = Model()
     other = copy.deepcopy(model)
@@ -87,7 +71,7 @@ def test_factors_take_the_steps_of_spectrons_pairs():
         assert torch.equal(layer.B, its.B)
 
 
-def test_factors_that_are_linear_layers_are_paired_by_their_names():
+def test_factors_that_are_linear_layers_are_paired_by_name():
     model = nn.ModuleDict(
         {f"layer_{i}": nn.ModuleDict({"down": nn.Linear(12, 3), "up": nn.Linear(3, 20)}) for i in range(2)}
     )

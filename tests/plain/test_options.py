@@ -11,6 +11,7 @@ from torch import nn
 
 import megatron_eopt
 from megatron_eopt import Muon, WithAdamW, registry
+from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.plain import OptimizerConfig, build_optimizer, get_optimizer, register_optimizer
 from megatron_eopt.step.adamw import AdamW
 
@@ -60,19 +61,12 @@ def test_a_config_is_a_mapping_or_an_object_with_our_fields(config):
     assert built(config) == (0.5, 0.25, 0.125, 3)
 
 
-RATES_OF_CLASSES = {
-    "adamw": 1e-3,
-    "muon": 0.02,
-    "soap": 3e-3,
-    "lion": 1e-4,
-    "signum": 1e-4,
-    "schedule_free_adamw": 0.025,
-    "muon_hyperball": 0.01,
-    **dict.fromkeys(("adaptive_muon", "scion", "polargrad", "mars_muon"), 3e-4),
-}
+RATES_OF_CLASSES = {name: row.settings["lr"].default for name, row in OPTIMIZERS.items()}
+RATES_OF_CLASSES |= {"adamw": 1e-3, "muon": 0.02}  # of torch's AdamW, and of Muon with AdamW inside
+WITHOUT_OPTIONS = [name for name in RATES_OF_CLASSES if name != "spectron"]  # which needs a rank
 
 
-@pytest.mark.parametrize("name", RATES_OF_CLASSES)
+@pytest.mark.parametrize("name", WITHOUT_OPTIONS)
 @pytest.mark.parametrize("of_name", [lambda name: OptimizerConfig(name=name), lambda name: {"name": name}])
 def test_without_a_rate_it_is_that_of_the_class(name, of_name):
     optimizer = build_optimizer(model(), of_name(name))
@@ -117,7 +111,7 @@ def test_what_names_no_optimizer_is_refused(config):
         build_optimizer(model(), config)
 
 
-def test_a_builder_called_by_itself_has_its_name_and_refuses_what_is_no_config():
+def test_a_builder_called_by_itself_has_its_name():
     groups = [{"params": [model()[0].weight]}]
     assert get_optimizer("muon")(groups, {"lr": 0.5}).param_groups[0]["lr"] == 0.5
     assert get_optimizer("muon")(groups, Nameless()).param_groups[0]["lr"] == 0.5

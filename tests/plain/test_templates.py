@@ -22,10 +22,6 @@ def assert_goes_on_alike(stopped, resumed):
         assert torch.equal(wanted, found)
 
 
-def raw(model, optimizer):
-    return optimizer.state_dict()
-
-
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_new_state_dict_is_loaded_into_and_goes_on_bit_for_bit(name, tmp_path):
@@ -61,7 +57,7 @@ class OfTwo(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "adamw"])
-def test_parameters_that_never_had_a_gradient_are_saved_and_loaded(name, tmp_path):
+def test_parameters_without_a_gradient_are_saved_and_loaded(name, tmp_path):
     model = OfTwo()
     optimizer = build(model, name)
     train(model, optimizer, 3)
@@ -78,7 +74,7 @@ def test_parameters_that_never_had_a_gradient_are_saved_and_loaded(name, tmp_pat
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_parameters_that_replace_others_in_the_groups_are_trained_as_these(name, caplog):
+def test_parameters_that_replace_others_are_trained_as_these(name, caplog):
     """As accelerate's prepare does, after it has read and loaded the state."""
     models = []
     told = []

@@ -112,7 +112,7 @@ def test_a_checkpoint_without_checksums(capsys, tmp_path, said):
         assert "no checksums of tensors, so exchanged data would not show" in out
 
 
-def test_a_tensor_without_a_checksum_and_a_checksum_without_its_tensor(capsys, tmp_path):
+def test_a_tensor_and_a_checksum_without_the_other(capsys, tmp_path):
     folder = saved(tmp_path, lambda state: state[CHECKSUMS].pop(MOMENTUM))
     status, out = verify(capsys, folder)
     (warning,) = [line for line in lines(out, "warning") if "has no checksum" in line]

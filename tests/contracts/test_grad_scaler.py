@@ -67,7 +67,7 @@ def test_a_scaled_run_is_the_run(name):
 
 
 @by_config
-def test_an_inf_anywhere_leaves_everything_as_it_is_and_halves_the_scale(name):
+def test_an_inf_anywhere_leaves_everything_as_it_is(name):
     trained, scaler = model(), scaler_of()
     optimizer = train(trained, optimizer_of(trained, name), range(2), scaler)
     for number, (bad, most) in enumerate(BAD.values(), 1):
@@ -80,7 +80,7 @@ def test_an_inf_anywhere_leaves_everything_as_it_is_and_halves_the_scale(name):
 
 
 @pytest.mark.parametrize("name", ["muon", "adaptive_muon", "soap"])
-def test_an_optimizer_by_itself_steps_scaled_and_leaves_an_inf_out(name):
+def test_an_optimizer_by_itself_steps_scaled(name):
     both = parameters((6, 4), (5, 7)), parameters((6, 4), (5, 7))
     plain, scaled = (build(name, params) for params in both)
     scaler = scaler_of()

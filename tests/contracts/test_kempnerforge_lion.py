@@ -3,7 +3,6 @@
 import copy
 from functools import partial
 
-import pytest
 import torch
 
 from megatron_eopt import Lion
@@ -36,17 +35,7 @@ def assert_close(params, others):
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"lr": 0.02, "betas": (0.8, 0.95), "weight_decay": 0.1}], ids=["defaults", "all"]
-)
-def test_it_takes_the_steps_of_the_original(settings):
-    params, originals = parameters(), parameters()
-    steps(Lion(params, **settings), params, range(10))
-    steps(Original(originals, **settings), originals, range(10))
-    assert_close(params, originals)
-
-
-def test_state_dicts_of_the_original_load_and_the_next_steps_are_the_same():
+def test_state_dicts_of_the_original_go_on():
     originals = parameters()
     original = Original(originals, lr=0.02, betas=(0.8, 0.95), weight_decay=0.1)
     steps(original, originals, range(4))

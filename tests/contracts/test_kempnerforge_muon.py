@@ -45,7 +45,7 @@ def test_a_group_says_ns_steps_as_the_constructor_does(caplog):
     )
 
 
-def test_groups_are_taken_as_they_are_given_and_both_are_in_param_groups_and_state():
+def test_all_groups_are_in_param_groups_and_state():
     long, embedding, vector = params = parameters((40, 2), (90, 3), (4,))
     optimizer = Muon([long], [embedding, vector])
     run(optimizer, params, gradients(params, 1))

@@ -49,7 +49,7 @@ def run(package, tmp_path):
     return lambda script: run_script(script, *hidden)
 
 
-def test_a_script_imports_megatrons_names_and_builds_through_megatron(run):
+def test_a_script_builds_through_megatron(run):
     said = run(
         USERS
         + MODEL
@@ -219,7 +219,7 @@ optimizer.chained_optimizers[0].init_state_fn(optimizer.chained_optimizers[0].op
     assert "--optimizer adaptive_muon is what" not in said
 
 
-def test_the_package_is_demanded_no_more_and_its_flag_says_what_is_there(run, package):
+def test_the_package_is_demanded_no_more(run, package):
     run(
         USERS
         + MODEL

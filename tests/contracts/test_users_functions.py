@@ -134,7 +134,7 @@ def test_what_wraps_the_function_there_wraps_it_here():
 
 
 @pytest.mark.parametrize("key", ["scaled_orthogonalize_fn", "orthogonalize_fn", "scale_factor_fn"])
-def test_functions_that_are_set_between_two_steps_count_from_the_next_one(key):
+def test_functions_that_are_set_between_steps_count_at_once(key):
     def their_change(opt):
         inner = opt.scaled_orthogonalize_fn
         opt.scaled_orthogonalize_fn = {
@@ -148,7 +148,7 @@ def test_functions_that_are_set_between_two_steps_count_from_the_next_one(key):
     assert_near(ours, after(theirs.Muon, range(3), their_change), 1e-4)
 
 
-def test_each_logical_matrix_of_a_fused_projection_comes_by_itself():
+def test_each_matrix_of_a_fused_projection_comes_by_itself():
     (p,) = parameters([(12, 5)])
     p.is_qkv = True
     seen = []
@@ -312,7 +312,7 @@ def together(results, key):
     return [a if dim is None else torch.cat([a, b], dim) for a, b, dim in zip(*found, CUTS, strict=True)]
 
 
-def test_on_two_ranks_a_function_gets_whole_matrices_and_the_step_is_that_of_one():
+def test_on_two_ranks_a_function_gets_whole_matrices():
     results = run_ranks(_own_functions, 2)
     expected = after(TheirsPolar, range(2))
     for mode in ("duplicated", "auto"):
@@ -349,7 +349,7 @@ def _megatrons(rank, _):
     return found
 
 
-def test_a_function_of_megatrons_signature_gets_what_megatron_gives_it():
+def test_a_function_of_megatrons_signature():
     results = run_ranks(_megatrons, 2)
     for of_rank in results:
         for there, here in zip(of_rank[:2], of_rank[2:], strict=True):

@@ -214,6 +214,7 @@ OF_DTENSORS = {
     "fused": ((32, 30), {"qkv_split_shapes": [4, 2, 2]}),
     "gate over up": ((18, 30), {"logical_matrices": GATE_UP}),
     "heads": ((12, 30), {"logical_matrices": heads("q", 4)}),
+    "(in, out)": ((30, 9), {"logical_matrices": transposed()}),
 }
 
 

@@ -139,7 +139,7 @@ class Group:
         (Group(), "cpu"),  # nothing was sent yet, and the backend is made when something is
     ],
 )
-def test_tensors_are_sent_from_a_device_that_the_group_has_a_backend_for(group, of_cpu, monkeypatch):
+def test_tensors_are_sent_from_a_device_of_the_group(group, of_cpu, monkeypatch):
     sent = []
     monkeypatch.setattr(dist, "all_reduce", lambda x, op, group: sent.append(x.device.type))
     with pytest.raises(NotImplementedError, match="out of meta tensor") if of_cpu == "meta" else nullcontext():

@@ -190,7 +190,7 @@ def ran(tmp_path_factory, selected):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_what_four_ranks_saved_goes_on_with_two_ranks_and_then_one(ran, name):
+def test_what_four_ranks_saved_goes_on_with_two_and_one(ran, name):
     four, two, folder = ran
     straight, its_optimizer = trained(OPTIMIZERS[name])
     for of_rank in two:

@@ -111,7 +111,7 @@ def test_an_inf_on_one_rank_leaves_out_the_step_of_all(results, setup):
 
 
 @pytest.mark.parametrize("how", ["by a group", "replicated first", "replicated beside"])
-def test_shards_that_the_scaler_does_not_ask_for_are_refused_before_anything_changes(results, how):
+def test_shards_that_the_scaler_does_not_ask_for_are_refused(results, how):
     for result in results:
         said, unchanged, _ = result["as sharded"][how]
         assert said.startswith("torch's GradScaler does not ask all ranks of tp")
@@ -119,5 +119,5 @@ def test_shards_that_the_scaler_does_not_ask_for_are_refused_before_anything_cha
         assert unchanged
 
 
-def test_dtensors_that_are_sharded_as_the_first_one_are_asked_for(results):
+def test_dtensors_that_are_sharded_first_are_asked_for(results):
     assert [result["as sharded"]["sharded first"] for result in results] == [(None, True, 2.0**15)] * 2

@@ -145,7 +145,7 @@ def test_other_groups_and_versions_are_refused(said):
             assert f": the version of {package} is {versions()[package]!r} on rank 0 and 'of another kind'" in message
 
 
-def test_a_setting_that_changes_on_one_rank_ends_the_step_with_its_name(said):
+def test_a_setting_that_changes_on_one_rank_ends_the_step(said):
     (*_, waiting), (*_, changed) = said
     for message in (waiting, changed):
         assert "step 3 of TensorParallelMuon began last" in message

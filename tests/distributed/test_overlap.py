@@ -96,7 +96,7 @@ def found():
 
 
 @EACH
-def test_another_bucket_multiplies_while_gram_matrices_are_summed(found, scheme, chunks):
+def test_another_bucket_multiplies_during_an_exchange(found, scheme, chunks):
     segments, rest = len(ITERATION.restarts) + 1, 1
     sums = {
         "gram_replicated": segments,
@@ -121,7 +121,7 @@ def test_another_bucket_multiplies_while_gram_matrices_are_summed(found, scheme,
 
 
 @EACH
-def test_every_rank_starts_the_same_collectives_in_the_same_order(found, scheme, chunks):
+def test_every_rank_starts_the_same_collectives(found, scheme, chunks):
     orders = [[event for event in of_rank[scheme, chunks] if event[0] == "collective"] for of_rank in found]
     assert orders[0]
     assert all(order == orders[0] for order in orders)

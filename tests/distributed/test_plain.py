@@ -269,7 +269,7 @@ def under_fsdp1(rank, world_size):
     return said
 
 
-def test_fsdp1_is_refused_before_and_after_the_optimizer_is_built():
+def test_fsdp1_is_refused_before_and_after():
     for said in run_ranks(under_fsdp1, 2):
         for name, (before, after) in said.items():
             assert "take fully_shard (FSDP2)" in before

@@ -54,7 +54,7 @@ SCHEMES = tuple(dict.fromkeys(case.scheme for case in CASES))
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_result_is_that_of_one_process_and_what_is_sent_is_what_was_predicted(run, scheme):
+def test_results_and_bytes_are_those_that_are_predicted(run, scheme):
     ranks, results = run
     for index, case in enumerate(CASES):
         if case.scheme == scheme:

@@ -152,7 +152,7 @@ def over_four(rank, ranks):
 
 
 @pytest.mark.wide
-def test_factors_and_work_are_shared_by_all_ranks_that_hold_a_part_or_a_copy():
+def test_factors_and_work_are_shared_by_all_ranks_that_hold_some():
     # gradient and both moments of nine matrices go to others, a quarter of each; of three the update and the second
     # moment come from here, three quarters of each. Of copies, those of three matrices go to the other rank that has
     # half of this one, and what is made of three comes back to three ranks. All have 192 entries.

@@ -200,7 +200,7 @@ def differ(selected):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_gradient_or_a_group_that_ranks_have_not_is_an_error_before_the_step(differ, name):
+def test_a_gradient_or_a_group_that_ranks_lack_is_an_error(differ, name):
     for of_names, *_ in differ:
         message, untouched, alone = of_names[name]
         assert "a gradient on some of the ranks that share it, none on others; here " in message
@@ -222,7 +222,7 @@ def test_a_norm_is_that_of_all_shards_and_zero_is_refused(differ):
 
 
 @pytest.mark.parametrize("name", [name for name, row in OPTIMIZERS.items() if row.takes("tp_mode")])
-def test_blockwise_is_refused_where_norms_would_be_those_of_shards(name):
+def test_blockwise_is_refused_where_norms_would_be_of_shards(name):
     message = message_of(lambda: build(name, [shard(torch.ones(4, 3))], tp_mode="blockwise"))
     if name in ("muon", "scion"):
         assert message is None

@@ -95,7 +95,7 @@ def found(whose):
     return json.loads(line.removeprefix("found "))
 
 
-def test_overrides_and_entries_find_the_tags_that_megatrons_own_muon_finds():
+def test_overrides_find_the_tags_that_megatrons_own_muon_finds():
     """Through Megatron's builder, and through ours, which takes selectors in text as well."""
     theirs = found("theirs")["cases"]
     for kind in ("attr", "predicate"):

@@ -92,7 +92,7 @@ def test_the_layout_stays_where_no_rule_refuses_it(parse, monkeypatch, tmp_path,
 
 
 @pytest.mark.wide
-def test_overrides_that_name_an_optimizer_run_without_the_layout_and_resume(tmp_path):
+def test_overrides_of_optimizers_run_without_the_layout(tmp_path):
     proj = "decoder.layers.{}.self_attention.linear_proj.weight"
     overrides = [{"select": proj.format(0), "optimizer": "adam"}, {"select": proj.format(1), "exclude": True}]
     run = [*RUN, *BF16, "--train-iters", 4, *overriding(tmp_path, *overrides)]
@@ -130,7 +130,7 @@ class Buffers:
                 value.copy_(torch.full_like(value, 2))
 
 
-def test_adam_begins_with_the_state_that_it_would_make_in_its_first_step():
+def test_adam_begins_with_the_state_of_its_first_step():
     mine, its_own = ([torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2))] for _ in range(2))
     begun, adam = torch.optim.AdamW(mine), torch.optim.AdamW(its_own)
     let_adam_be_saved(Buffers(begun))
@@ -144,7 +144,7 @@ def test_adam_begins_with_the_state_that_it_would_make_in_its_first_step():
         assert all(torch.equal(value, adam.state[other][key]) for key, value in begun.state[one].items())
 
 
-def test_a_rank_without_any_range_has_a_count_to_save_and_others_that_count_in_groups_are_left_alone():
+def test_a_rank_without_any_range_has_a_count_to_save():
     adam = torch.optim.AdamW([{"params": []}])
     let_adam_be_saved(Buffers(adam))
     assert [state["step"].item() for state in adam.state_dict()["state"].values()] == [0]

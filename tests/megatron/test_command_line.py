@@ -78,7 +78,7 @@ def test_no_number_of_ours_can_be_nan(activated, capsys):
             assert f"argument {flag.name}: the value must" in capsys.readouterr().err
 
 
-def test_optimizers_that_megatron_brings_along_are_refused_until_a_user_puts_them_back(parse, validate, capsys):
+def test_optimizers_that_megatron_brings_along_are_refused(parse, validate, capsys):
     from megatron.core.optimizer import emerging_optimizers as theirs
 
     from megatron_eopt import list_optimizers
@@ -448,7 +448,7 @@ def test_a_preset_that_does_not_fit_is_refused(parse, flags, message):
         with_preset(args, args)
 
 
-def test_a_folder_without_a_checkpoint_is_refused_unless_the_run_saves_there(validate, tmp_path):
+def test_a_folder_without_a_checkpoint_is_refused(validate, tmp_path):
     no_checkpoint = "latest_checkpointed_iteration.txt, and the run would begin with random weights"
     load = ["--load", tmp_path / "run", "--save-interval", 1]
     for elsewhere in ([], ["--save", tmp_path / "other"]):
@@ -482,7 +482,7 @@ def test_our_factory_takes_what_megatrons_takes():
 
 
 @since_0_20
-def test_megatrons_flag_for_symmetric_products_is_taken_at_its_word():
+def test_megatrons_flag_for_symmetric_products():
     said = refused("--num-layers", 1, "--train-iters", 1, *MUON, "--muon-use-syrk")
     assert re.search(r"kernel 'triton' of symmetric products cannot serve: .*by --muon-use-syrk", said)
 
@@ -505,7 +505,7 @@ def test_adam_is_left_as_it_is(tmp_path):
         (["--use-distributed-optimizer"], None, (False, True)),
     ],
 )
-def test_megatrons_checks_of_fsdp_hold_but_for_the_name_of_the_optimizer(parse, monkeypatch, flags, refusal, expected):
+def test_megatrons_checks_of_fsdp_hold(parse, monkeypatch, flags, refusal, expected):
     from megatron.training import arguments
 
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")

@@ -73,7 +73,7 @@ def world(monkeypatch):
 
 
 @pytest.mark.parametrize(("values", "exchanges"), [(5, 3), (1, 1)])
-def test_ranks_that_say_different_things_are_all_heard_in_their_order(world, values, exchanges):
+def test_all_ranks_are_heard_in_their_order(world, values, exchanges):
     """In as many exchanges, however many say something else."""
     found = (ran := world(8)).run(lambda rank: distinct((rank % values, 1.5)))
     assert found == [[(each, 1.5) for each in range(values)]] * 8

@@ -82,7 +82,7 @@ def test_four_ranks_train_as_one_and_resume(tmp_path):
 
 @pytest.mark.wide
 @pytest.mark.shows("--use-distributed-optimizer with biases in experts")
-def test_experts_and_their_biases_are_dealt_to_data_parallel_ranks_of_their_own(tmp_path):
+def test_experts_are_dealt_to_data_parallel_ranks_of_their_own(tmp_path):
     model = [flag for flag in SMALL_GPT if flag != "--disable-bias-linear"]
     run = [*EXPERTS, "--train-iters", 4, "--global-batch-size", 8, *FILES]
     plain, _ = train(tmp_path / "plain", 4, *RUN, *run, model=model)
@@ -102,7 +102,7 @@ def test_dist_muon_is_muon_with_the_distributed_optimizer(tmp_path):
 
 
 @pytest.mark.wide
-def test_files_of_single_ranks_are_read_by_the_deal_that_wrote_them(tmp_path):
+def test_files_of_single_ranks_are_read_again(tmp_path):
     """With marks on main parameters."""
     shared = [*RUN, "--muon-split", "all", "--optimizer-momentum-dtype", "bf16", *DEALT]
     (_, output), _ = resumed(tmp_path, 2, *shared, "--ckpt-format", "torch", "--train-iters", 4)

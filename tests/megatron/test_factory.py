@@ -60,7 +60,7 @@ def test_a_matrix_without_a_gradient_is_an_error(one_rank):
         optimizer.step()
 
 
-def test_a_step_at_rest_or_with_a_gradient_that_is_not_finite_proves_nothing():
+def test_a_step_at_rest_or_that_is_skipped_proves_nothing():
     at_rest = FP32Optimizer(muon(lr=0.0))
     check_steps(at_rest, 3)
     assert all(at_rest.step()[0] for _ in range(2))
@@ -72,7 +72,7 @@ def test_a_step_at_rest_or_with_a_gradient_that_is_not_finite_proves_nothing():
         assert optimizer.step()[0]
 
 
-def test_parameters_without_a_gradient_are_named_once_before_the_first_step(one_rank, monkeypatch, capsys):
+def test_parameters_without_a_gradient_are_named_once(one_rank, monkeypatch, capsys):
     expert, grouped = (
         "decoder.mlp.experts.local_experts.{}.linear_fc1.weight",
         "decoder.mlp.experts.linear_fc2.weight{}",
@@ -144,7 +144,7 @@ def test_a_model_is_evaluated_as_its_last_optimizer_has_it():
     assert torch.equal(evaluate(None, None, [model]), trained)
 
 
-def test_a_folder_with_checkpoints_that_a_run_does_not_load_is_told(tmp_path, capsys):
+def test_checkpoints_that_a_run_does_not_load_are_told(tmp_path, capsys):
     def told(load):
         warn_of_other_checkpoints(SimpleNamespace(save=str(tmp_path), load=load))
         return capsys.readouterr().out

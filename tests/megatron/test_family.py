@@ -67,23 +67,6 @@ def test_the_plan_of_a_command_line_is_that_of_its_run(tmp_path):
     assert found == json.loads((tmp_path / "of_run.json").read_text())
 
 
-# Which ranks work on SOAP's matrices, and whether one of two data-parallel ranks has a side of all that are shared.
-SHARING = [([], "share", True), (["--ckpt-format", "torch"], "local", False)]
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize(("flags", "scheme", "shared"), SHARING, ids=["shared", "torch"])
-def test_data_parallel_ranks_share_the_sides_where_each_of_them_saves(tmp_path, flags, scheme, shared):
-    manifest = tmp_path / "manifest.json"
-    flags = [*run("soap"), "--train-iters", 2, *flags, "--optimizer-manifest-file", manifest]
-    recorded, _ = train(tmp_path / "run", 2, *flags)
-    assert set(re.findall(r'"scheme": "(\w+)"', manifest.read_text())) == {scheme}
-    for name, first in recorded[0]["after"].items():
-        second = recorded[1]["after"][name]
-        for key in (key for key in first if key[0] in "LRQ"):
-            assert (0 in (first[key].numel(), second[key].numel())) == shared, (name, key)
-
-
 # Each owns one matrix of a run of Muon: layer, matrix, and the settings of its override.
 BESIDE_MUON = [
     (0, "mlp.linear_fc1", {"optimizer": "spectron", "rank": 8}, {"factor_A", "u_B"}),

@@ -116,7 +116,7 @@ def mamba():
     return described(Module("in_proj", Linear(2 * 64 + 2 * 4 * 8 + 16), **STATE_SPACE))
 
 
-def test_a_layout_that_nobody_declared_ends_the_start_and_what_the_user_declared_wins():
+def test_what_the_user_declared_wins():
     parameter, own = mamba(), concatenated(first=16, rest=None)
     with pytest.raises(ValueError, match=r"mixer\.in_proj\.weight is fused of z, x, B, C and dt of a state-space"):
         split_of(parameter, "default")
@@ -131,7 +131,7 @@ def test_a_layout_that_nobody_declared_ends_the_start_and_what_the_user_declared
         split_of(parameter, "default")
 
 
-def test_a_second_optimizer_of_the_same_model_splits_as_it_is_asked():
+def test_a_second_optimizer_of_a_model_splits_as_it_is_asked():
     parameter = mamba()
     tag([Matrices(parameter, split_of(parameter, "all"))])
     assert split_of(parameter, "none") == WHOLE
@@ -231,7 +231,7 @@ def test_each_projection_gets_the_shapes_of_its_own_attention():
     assert shard.linear_qkv.weight.is_qkv
 
 
-def test_a_projection_that_its_config_does_not_describe_is_refused_and_not_marked():
+def test_a_projection_that_no_config_describes_is_refused():
     fine, other = Attention(64), Attention(72)
     with pytest.raises(ValueError, match=r"1\.linear_qkv\.weight has 72 rows over all ranks, but 2 query groups of"):
         split_qkv(nn.ModuleList([fine, other]))

@@ -29,7 +29,7 @@ def having(snapshot, *keys):
 
 @pytest.mark.parametrize("optimizer", [full(LION, id="lion"), wide(ADEMAMIX, id="ademamix")])
 @pytest.mark.shows("--use-distributed-optimizer with lion")
-def test_the_distributed_optimizer_shares_parameters_out_and_trains_the_same(tmp_path, optimizer):
+def test_the_distributed_optimizer_trains_the_same(tmp_path, optimizer):
     run = [*RUN, *optimizer, "--bf16", "--train-iters", 4]
     plain, _ = train(tmp_path / "plain", 2, *run)
     (shared, _), _ = resumed(tmp_path, 2, *run, *SHARED)

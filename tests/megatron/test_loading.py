@@ -12,7 +12,6 @@ from tests.megatron.runs import (
     LAUNCHER,
     MUON,
     SHARED,
-    TP2,
     UPSTREAM,
     assert_same,
     losses,
@@ -51,7 +50,7 @@ def refused(checkpoint, *flags):
     return message
 
 
-def test_adams_checkpoint_is_refused_and_on_request_its_first_moment_is_the_momentum(tmp_path, saved):
+def test_on_request_adams_first_moment_is_the_momentum(tmp_path, saved):
     checkpoint, adam = saved(*ADAM)
     message = refused(checkpoint, *MUON)
     assert "holds exp_avg, exp_avg_sq for decoder." in message
@@ -131,7 +130,7 @@ def test_a_changed_learning_rate_is_what_the_user_asked_for(tmp_path, saved):
     assert rank["groups"][0][0]["momentum"] == 0.9
 
 
-def test_a_schedule_that_is_to_be_the_checkpoints_counts_from_the_first_step_on(tmp_path, saved):
+def test_a_schedule_of_the_checkpoint_counts_from_the_first_step(tmp_path, saved):
     """Megatron's scheduler alone would let the first step decay as the command line says."""
     checkpoint, _ = saved(*MUON)
     others = [*MUON, "--lr", 5e-3, "--min-lr", 5e-3, "--weight-decay", 0.3]
@@ -142,12 +141,3 @@ def test_a_schedule_that_is_to_be_the_checkpoints_counts_from_the_first_step_on(
     assert "changed since the checkpoint" not in output
     assert "goes on with other settings" not in output
     assert "lr 0.005 -> 0.01; min_lr 0.005 -> 0.01; weight decay 0.3 -> 0.01" in output
-
-
-@pytest.mark.wide
-def test_a_resume_with_another_tp_mode_says_so(tmp_path):
-    run = [*RUN, *MUON, *TP2]
-    train(tmp_path / "first", 2, *run, "--muon-tp-mode", "blockwise", *saving(tmp_path / "checkpoint", 2))
-    _, output = train(tmp_path / "second", 2, *run, "--load", tmp_path / "checkpoint")
-    assert "TensorParallelMuon goes on with other settings than the checkpoint has: tp_mode blockwise -> auto" in output
-    assert "orthogonalized blockwise -> exactly" in output

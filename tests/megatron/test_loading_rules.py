@@ -58,7 +58,7 @@ def test_reasons(wanted, stored, message):
         (MUON, ADAM | states("output.weight", "momentum_buffer"), False),  # Muon had some, and these are loaded
     ],
 )
-def test_the_import_from_adam_is_suggested_where_it_would_be_made(wanted, stored, helps):
+def test_the_import_from_adam_is_suggested_where_it_helps(wanted, stored, helps):
     found = mismatch("Muon", wanted, MODEL | stored)
     assert ("--muon-momentum-from-adam" in found) is helps
     assert ("another optimizer wrote it, or this one with other settings" in found) is not helps
@@ -168,7 +168,7 @@ def test_settings_of_the_whole_optimizer_that_changed_are_named(capsys, settings
     assert said in printed
 
 
-def test_rates_that_megatron_overwrote_in_a_load_are_again_those_of_the_run(capsys):
+def test_rates_that_a_load_overwrote_are_the_runs_again(capsys):
     """As 0.20 does for --override-opt-param-scheduler, after which nothing else would tell."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
     (group,) = optimizer.param_groups
@@ -180,7 +180,7 @@ def test_rates_that_megatron_overwrote_in_a_load_are_again_those_of_the_run(caps
     assert "Megatron gave 1 parameter groups other rates in the load" in capsys.readouterr().out
 
 
-def test_only_a_run_that_keeps_layers_apart_minds_that_they_are_stacked():
+def test_stacked_layers_are_named_to_a_run_that_has_them_apart():
     assert "stacks the state of all layers (optimizer.state.m.decoder.layers.mlp" in stacks_layers(
         ["decoder.layers.mlp.weight", "optimizer.state.m.decoder.layers.mlp.weight"]
     )

@@ -99,46 +99,25 @@ def test_latent_attention(tmp_path):
     assert matrices[up] == {"k": (48, 20), "v": (64, 20)}
 
 
-MIXERS = [
-    ("mamba", "z, x, B, C and dt of a state-space layer", {"z": 128, "x": 128, "B": 16, "C": 16, "dt": 8}),
-    pytest.param(
-        "delta_product",
-        "z, V, K, Q, b and a of a gated delta product",
-        {"z": 128, "V0": 128, "V1": 128, "K0": 16, "K1": 16, "Q": 16, "b0": 8, "b1": 8, "a": 8},
-        marks=since_0_20,
-    ),
-]
+PARTS = {"z": 128, "x": 128, "B": 16, "C": 16, "dt": 8}
 IN_PROJ = "decoder.mixer.in_proj.weight"
 
 
-@pytest.mark.parametrize(("mixer", "what", "expected"), MIXERS)
-def test_a_mixer_has_to_be_declared_and_each_shard_has_its_part_of_every_matrix(tmp_path, mixer, what, expected):
-    """Megatron gives it to Adam from 0.20 on."""
+def test_each_shard_of_a_mixer_has_its_part_of_every_matrix(tmp_path):
+    """It has to be declared; Megatron gives it to Adam from 0.20 on."""
     to_muon = overriding(tmp_path, {"select": "mixer.in_proj.weight", "optimizer": "muon"})
-    assert f"{IN_PROJ} is fused of {what}" in refused(*RUN, *to_muon, **doing(mixer))
-    found, matrices, _ = trained(tmp_path, 2, "--muon-split", "all", *to_muon, **doing(mixer))
-    parts = torch.arange(sum(expected.values())).view(2, -1).split([size // 2 for size in expected.values()], dim=1)
+    said = refused(*RUN, *to_muon, **doing("mamba"))
+    assert f"{IN_PROJ} is fused of z, x, B, C and dt of a state-space layer" in said
+    found, matrices, _ = trained(tmp_path, 2, "--muon-split", "all", *to_muon, **doing("mamba"))
+    parts = torch.arange(sum(PARTS.values())).view(2, -1).split([size // 2 for size in PARTS.values()], dim=1)
     assert_updated(found, IN_PROJ, [part.flatten() for part in parts])
-    assert matrices[IN_PROJ] == {part: (size, 64) for part, size in expected.items()}
+    assert matrices[IN_PROJ] == {part: (size, 64) for part, size in PARTS.items()}
 
 
 @since_0_20
-@pytest.mark.parametrize("mixer", ["mamba", "delta_product"])
-def test_what_megatron_keeps_from_muon_is_adams(tmp_path, mixer):
-    (rank,), _ = train(tmp_path / "run", 1, *RUN, "--bf16", **doing(mixer))
+def test_what_megatron_keeps_from_muon_is_adams(tmp_path):
+    (rank,), _ = train(tmp_path / "run", 1, *RUN, "--bf16", **doing("mamba"))
     assert rank["after"][IN_PROJ].keys() >= {"exp_avg", "exp_avg_sq"}
-
-
-@since_0_20
-@pytest.mark.parametrize(
-    ("split", "sizes"), [("default", {"": (24, 256)}), ("all", {"pre": (4, 256), "post": (4, 256), "res": (16, 256)})]
-)
-def test_mappings_of_hyper_connections(tmp_path, split, sizes):
-    """Four residual streams: as many rows of pre and post, and sixteen of the residual mapping."""
-    name = "decoder.mixer.mapping_proj.weight"
-    found, matrices, _ = trained(tmp_path, 1, "--muon-split", split, **doing("hyper_connection"))
-    assert_updated(found, name, blocks(*(rows for rows, _ in sizes.values())))
-    assert matrices[name] == sizes
 
 
 @pytest.mark.parametrize(
@@ -146,7 +125,7 @@ def test_mappings_of_hyper_connections(tmp_path, split, sizes):
     [("default", {}), ("all", {}), ("all", doing("mamba"))],
     ids=["default", "all", "a state-space layer"],
 )
-def test_statistics_of_logical_matrices_come_back_at_another_size(tmp_path, split, how):
+def test_statistics_of_matrices_come_back_at_another_size(tmp_path, split, how):
     """Gate and up of SwiGLU have rows of their own, whose order in the parameter depends on the number of ranks."""
     run = ["--num-layers", 1, "--train-iters", 4, *FILES, *ADAPTIVE, "normuon", *PRECISE[2:], "--muon-split", split]
     saved = ["--save", tmp_path / "checkpoint", "--save-interval", 2]

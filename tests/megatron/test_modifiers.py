@@ -30,7 +30,7 @@ def grown(rank):
 
 
 @pytest.mark.wide
-def test_two_by_flags_and_one_by_an_override_train_as_on_one_rank_and_resume_bit_for_bit(tmp_path):
+def test_modifiers_train_as_on_one_rank_and_resume(tmp_path):
     """The override holds the norm of one matrix, whose layer has other state than the first one then."""
     held = {"weight_norm": "hold", "relative_update": "none", "cautious_weight_decay": False, "weight_decay": 0.0}
     overrides = overriding(tmp_path, {"select": HELD, **held, "lr": 0.05, "min_lr": 0.05})
@@ -47,7 +47,7 @@ def test_two_by_flags_and_one_by_an_override_train_as_on_one_rank_and_resume_bit
     assert "overrides.json" in manifest
 
 
-def test_a_checkpoint_without_norms_loads_into_a_run_that_holds_them_and_the_reverse(tmp_path):
+def test_norms_begin_anew_or_are_left_out_in_a_load(tmp_path):
     run = [*RUN, "--train-iters", 4]
     train(tmp_path / "plain", 1, *run, *saving(tmp_path / "a", 2))
     (then,), said = train(tmp_path / "held", 1, *run, *HOLD, "--load", tmp_path / "a")
@@ -60,6 +60,6 @@ def test_a_checkpoint_without_norms_loads_into_a_run_that_holds_them_and_the_rev
     assert abs(grown(then)[HELD] - 1) > 1e-4
 
 
-def test_a_decay_of_weights_whose_norm_is_held_is_refused_at_start():
+def test_a_decay_of_held_weights_is_refused_at_start():
     said = refused(*RUN, *UNSCALED, "--train-iters", 1)
     assert "with weight_norm 'hold' has no weight decay, got 0.1" in said

@@ -57,9 +57,7 @@ def groups_with(rank, key):
     ids=["excluded", "PP2", "EP2"],
 )
 @pytest.mark.shows("overrides that exclude parameters")
-def test_an_override_holds_what_it_selects_of_the_whole_model_and_nothing_else(
-    tmp_path, overrides, ranks, flags, select, settings
-):
+def test_an_override_holds_what_it_selects_of_the_whole_model(tmp_path, overrides, ranks, flags, select, settings):
     ran, _ = train(tmp_path / "run", ranks, *RUN, *flags, *overrides({"select": select, **settings}))
     after = {name: state for rank in ran for name, state in rank["after"].items()}
     assert unchanged(ran) == {name for name in after if fnmatch(name, f"*{select}")} != set()
@@ -114,7 +112,7 @@ def test_other_overrides_at_a_resume_take_effect_and_are_printed(tmp_path, overr
     assert "it holds momentum_buffer for decoder.layers.mlp.linear_fc1.weight, and AdamW needs" in said
 
 
-def test_matrices_have_a_rate_and_a_decay_of_their_own_through_scheduler_and_resume(tmp_path):
+def test_matrices_have_a_rate_and_a_decay_of_their_own(tmp_path):
     """The ratio of the rates is constant, and groups without decay stay so."""
     own = ["--muon-lr", "4e-2", "--muon-min-lr", "4e-3", "--muon-weight-decay", "0.3"]
     run = [*RUN, *COSINE, "--lr-warmup-iters", 2, *own, "--weight-decay", "0.1"]
@@ -144,9 +142,7 @@ AFTER = ["--lr", "5e-3", "--min-lr", "5e-4", "--muon-lr", "3e-2", "--muon-min-lr
         wide(["--ckpt-format", "torch"], [*BEFORE[:-1], 0.2], id="torch format"),
     ],
 )
-def test_new_rates_of_every_family_count_at_a_resume_that_is_to_override_the_schedule(
-    tmp_path, overrides, flags, after
-):
+def test_new_rates_count_where_the_schedule_is_overridden(tmp_path, overrides, flags, after):
     """Megatron 0.20 gives all groups --lr and --min-lr there."""
     own = {"select": "linear_proj.weight", "lr_mult": 0.5, "momentum": 0.8}
     files = overrides({"select": "linear_fc1.weight", "lr": 0, "min_lr": 0}, own)
@@ -158,7 +154,7 @@ def test_new_rates_of_every_family_count_at_a_resume_that_is_to_override_the_sch
         assert sorted({group["lr"] for group in ranks[0]["groups"][0]}) == pytest.approx(halfway)
 
 
-def test_settings_of_single_optimizers_take_effect_and_resume_as_they_were(tmp_path, overrides):
+def test_settings_of_single_optimizers_take_effect(tmp_path, overrides):
     """Settings that are read from the optimizers, and a weight decay that follows Megatron's schedule."""
     flags = overrides(
         {"select": "layers.0.mlp.linear_fc1.weight", "beta2": 0.5},
@@ -195,7 +191,7 @@ def test_settings_of_users_own_optimizers(tmp_path, overrides):
     assert "overrides.json:1: gentle: shy has one gentle for all its parameters, which is set for the run" in said
 
 
-def test_state_of_a_users_optimizer_that_cannot_be_saved_ends_the_first_step(tmp_path):
+def test_a_users_state_that_cannot_be_saved_ends_the_first_step(tmp_path):
     how = {"program": [*LAUNCHER[:-1], str(ROOT / "tests" / "megatron" / "user_optimizer.py")]}
     run = [*STEPS, "--optimizer", "counting"]
     said = refused(*run, "--save", tmp_path, "--save-interval", 100, **how)
@@ -218,7 +214,7 @@ def test_a_mistake_ends_the_run_before_it_begins(overrides):
 
 
 @pytest.mark.wide
-def test_a_checkpoint_whose_layers_were_alike_is_refused_where_they_differ(tmp_path, overrides):
+def test_layers_that_were_alike_are_refused_where_they_differ(tmp_path, overrides):
     train(tmp_path / "first", 1, *RUN, *saving(tmp_path / "checkpoint", 2))
     run = [*RUN, *overrides({"select": FC2.format(1), "exclude": True}), "--load", tmp_path / "checkpoint"]
     assert "it stacks the state of all layers (optimizer.state." in refused(*run)

@@ -16,7 +16,7 @@ def validation_losses(output):
 
 @pytest.mark.parametrize("precision", [[], wide(["--bf16"])], ids=["fp32", "bf16"])
 @pytest.mark.shows("--optimizer schedule_free_adamw")
-def test_evaluation_and_checkpoints_are_at_the_average_and_training_goes_on(tmp_path, precision):
+def test_evaluation_and_checkpoints_are_at_the_average(tmp_path, precision):
     run = [*RUN, *precision, *TP2, "--train-iters", 6]
     run += ["--schedule-free-adamw-warmup-steps", 5]  # also a resume goes on within them
     saved = ["--save", tmp_path / "checkpoint", "--save-interval", 4]

@@ -99,7 +99,7 @@ def test_shards_tile_one_global_tensor(dims, ranks):
 
 @pytest.mark.parametrize("swiglu", [False, True])
 @pytest.mark.parametrize("computes", [0, 2])
-def test_a_tensor_of_one_rank_is_saved_whole_by_it_and_by_no_other(computes, swiglu):
+def test_a_tensor_of_one_rank_is_saved_by_it_alone(computes, swiglu):
     tensor, whole_tensor = StateTensor("L", (5, 5), rank=computes), torch.arange(25.0).view(5, 5)
     for rank in range(4):
         layouts = layouts_of(0, 4, rank, split=False)

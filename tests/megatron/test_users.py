@@ -98,7 +98,7 @@ def test_what_no_forward_pass_uses_is_named(flags):
         ("freeze:layers", "--optimizer muon is for matrices, and it has none on any rank"),
     ],
 )
-def test_a_start_fails_where_optimizers_are_not_as_they_have_to_be(what, message):
+def test_a_start_fails_where_optimizers_are_wrong(what, message):
     assert re.search(message, said := refused(*RUN, **doing(what))), said[-3000:]
 
 
@@ -128,7 +128,7 @@ def test_optimizers_that_differ_by_layer_are_saved_and_resumed(tmp_path):
     assert not unchanged(straight)
 
 
-def test_odd_shapes_train_as_on_one_rank_under_the_distributed_optimizer(tmp_path):
+def test_odd_shapes_train_under_the_distributed_optimizer(tmp_path):
     """53 and 59 are prime, so that no number of ranks divides a side of most matrices."""
     odd = ["--hidden-size", 53, "--ffn-hidden-size", 59, "--num-attention-heads", 1, "--num-query-groups", 1]
     run = [*RUN, *odd, "--kv-channels", 6, "--make-vocab-size-divisible-by", 1, "--train-iters", 4, "--bf16"]

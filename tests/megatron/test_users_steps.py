@@ -78,7 +78,7 @@ def test_a_step_that_megatron_skips_leaves_everything_as_it_was(tmp_path, size, 
     assert_same_ranks(three, two)
 
 
-def test_a_matrix_that_is_left_out_ends_the_run_in_the_first_step_that_is_made():
+def test_a_matrix_that_is_left_out_ends_the_first_step():
     """One that Megatron skips proves nothing."""
     assert MISSED in refused(*RUN, "--train-iters", 1, **doing("skip_a_matrix"))
     skipping = doing("skip_above:100 multiply_loss:1e4:1 skip_a_matrix")
@@ -100,7 +100,7 @@ def test_a_gradient_that_is_not_finite_holds_all_matrices(tmp_path):
                 assert torch.equal(state[key], two["after"][name][key]), name
 
 
-def test_a_run_whose_losses_are_not_finite_leaves_matrices_whole_and_ends(tmp_path):
+def test_losses_that_are_not_finite_leave_matrices_whole(tmp_path):
     """Adam has no such protection, so that from then on no gradient is finite: an error, which names the matrices."""
     done = start(1, *SMALL_GPT, *RUN, UNCHECKED, "--train-iters", 9, **doing("multiply_loss:nan:2"), record=tmp_path)
     assert done.returncode != 0
@@ -113,7 +113,7 @@ def test_a_run_whose_losses_are_not_finite_leaves_matrices_whole_and_ends(tmp_pa
 
 
 @pytest.mark.shows("decoupled_weight_decay=False")
-def test_decay_that_is_part_of_the_gradient_is_the_same_on_two_ranks_and_after_a_stop(tmp_path):
+def test_coupled_decay_is_the_same_on_two_ranks_and_after_a_stop(tmp_path):
     """Adam's by Megatron's setting, which no other optimizer reads, and that of matrices by an override."""
     run, how = [*RUN, "--train-iters", 4, "--weight-decay", 1, *FILES], doing("coupled_decay")
     flags = [*run, *overriding(tmp_path, {"select": "optimizer:muon", "weight_decay_method": "l2"})]
@@ -127,7 +127,7 @@ def test_decay_that_is_part_of_the_gradient_is_the_same_on_two_ranks_and_after_a
         assert not torch.allclose(decoupled["after"][name]["parameter"], parameter, rtol=0, atol=1e-3), name
 
 
-def test_the_norm_of_the_gradient_of_experts_is_that_of_one_process(tmp_path):
+def test_the_gradient_norm_of_experts_is_that_of_one_process(tmp_path):
     """They start from the same weights since these are from a checkpoint."""
     experts = ["--num-experts", 4, "--moe-router-topk", 2, "--moe-ffn-hidden-size", 48]
     run = [*RUN, *experts, "--train-iters", 4, *FILES, "--clip-grad", 0.5]

@@ -8,7 +8,6 @@ import math
 import os
 import re
 import runpy
-from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -60,52 +59,21 @@ def mamba():
 
     mamba_mixer.HAVE_MAMBA_SSM = mamba_mixer.HAVE_EINOPS = mamba_context_parallel.HAVE_EINOPS = True
     linears = mamba_mixer.MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
-    _beside_the_decoder(partial(_mixer, mamba_mixer.MambaMixer, linears), _projected)
 
-
-def delta_product():
-    """The same of a gated delta product."""
-    from megatron.core.ssm import gated_delta_product, mamba_context_parallel
-
-    gated_delta_product.HAVE_MAMBA_SSM = gated_delta_product.HAVE_FLA = mamba_context_parallel.HAVE_EINOPS = True
-    gated_delta_product.check_fla_sequence_packing_support = lambda: (True, "")
-    gated_delta_product.chunk_gated_delta_product = None
-    linears = gated_delta_product.GatedDeltaProductMixerSubmodules(ColumnParallelLinear, RowParallelLinear)
-    _beside_the_decoder(partial(_mixer, gated_delta_product.GatedDeltaProductMixer, linears), _projected)
-
-
-def hyper_connection():
-    """A hyper-connection beside the decoder's layers, whose mappings the loss depends on."""
-    from megatron.core.transformer.hyper_connection import HyperConnectionModule
-
-    def mapped(mixer, hidden):
-        return mixer.mapping_proj(hidden.repeat(1, 1, mixer.n))
-
-    _beside_the_decoder(lambda model: HyperConnectionModule(model.config, 1), mapped)
-
-
-def _mixer(cls, linears, model):
-    config = model.config
-    config.mamba_state_dim, config.mamba_head_dim, config.mamba_num_groups = 8, 16, 2
-    config.mamba_num_heads, config.gdp_num_householder = 8, 2
-    return cls(config, linears, config.hidden_size, rmsnorm=False, layer_number=1, pg_collection=model.pg_collection)
-
-
-def _projected(mixer, hidden):
-    projected, _ = mixer.in_proj(hidden)
-    return gather_from_tensor_model_parallel_region(projected)
-
-
-def _beside_the_decoder(made, output):
     @replaced(GPTModel, "__init__")
     def init(real, self, *args, **kwargs):
         real(self, *args, **kwargs)
-        self.decoder.mixer = made(self)
+        config, groups = self.config, self.pg_collection
+        config.mamba_state_dim, config.mamba_head_dim, config.mamba_num_groups = 8, 16, 2
+        config.mamba_num_heads = 8
+        how = {"rmsnorm": False, "layer_number": 1, "pg_collection": groups}
+        self.decoder.mixer = mamba_mixer.MambaMixer(config, linears, config.hidden_size, **how)
 
     @replaced(GPTModel, "forward")
     def forward(real, self, tokens, *args, **kwargs):
-        hidden = self.embedding(tokens, None)
-        return real(self, tokens, *args, **kwargs) + output(self.decoder.mixer, hidden).square().mean()
+        projected, _ = self.decoder.mixer.in_proj(self.embedding(tokens, None))
+        projected = gather_from_tensor_model_parallel_region(projected)
+        return real(self, tokens, *args, **kwargs) + projected.square().mean()
 
 
 def forget_one():

@@ -203,7 +203,7 @@ def test_shards_in_copies_go_whole_to_all_ranks_of_all_copies(mode):
         make_plan(odd, mode, WORKS)
 
 
-def test_each_iteration_has_buckets_of_its_own_and_its_own_schemes():
+def test_each_iteration_has_buckets_of_its_own():
     both = [replace(m, iteration="ab"[i % 2]) for i, m in enumerate(some(4, *LONG))]
     plan = make_plan(both, "gram", {"a": WORK, "b": STANDARD})
     assert sorted((bucket.matrices, bucket.scheme) for bucket in plan.buckets) == [

@@ -38,7 +38,7 @@ def test_shards_tile_the_matrix_and_say_their_dimension(data, shape, dim):
         ((0, 6), cut((0, 6), 1, 2), 1),
     ],
 )
-def test_the_dimension_of_a_cut_is_the_one_in_the_order_of_the_ranks(shape, rectangles, dim):
+def test_the_dimension_of_a_cut(shape, rectangles, dim):
     assert cut_dimension(shape, rectangles) == dim
 
 

@@ -17,7 +17,7 @@ def warned(rows, scale_mode="spectral"):
     return warnings(families(rows), scale_mode)
 
 
-def test_parameters_without_an_optimizer_are_named_with_their_number():
+def test_parameters_without_an_optimizer_are_named():
     assert found(model()) == warned(model()) == []
     (line,) = found(changed(model(), "linear_fc2", optimizer=None, reason="in no group"))
     assert line.startswith(f"no optimizer has {FC2} (in no group): ")
@@ -43,18 +43,15 @@ def test_two_optimizers_are_both_named():
     assert line.startswith(f"{QKV} is listed 2 times, ")
     assert "optimizer adam, reason overrides.yaml:9" in line
     assert "optimizer muon, reason default of muon" in line
-    assert problems(merged([families(rows)] * 2), "muon", True) == [line]
 
 
-def test_ranks_that_say_different_things_are_two_with_what_differs():
+def test_what_ranks_say_differently_is_named():
     other = changed(model(), BIAS, lr=2.0)
     (line,) = problems(merged([families(model()), families(other)]), "muon", True)
     assert line.startswith(f"{BIAS} is listed 2 times, lr 2.0 and lr 0.001: expected one optimizer")
 
 
-@pytest.mark.parametrize(
-    "change", [{"optimizer": "lion"}, {"lr": 2.0, "min_lr": 1.0}, {"weight_decay": 0.0}, {"settings": {"eps": 1.0}}]
-)
+@pytest.mark.parametrize("change", [{"optimizer": "lion"}, {"lr": 2.0, "min_lr": 1.0}, {"settings": {"eps": 1.0}}])
 def test_tied_weights_must_be_trained_alike(change):
     head = row("output_layer.weight", (512, 64), weight_decay=0.1, tied_to=EMBEDDING)
     assert found([*model(), head]) == []
@@ -80,12 +77,11 @@ def test_an_optimizer_for_matrices_that_has_none_is_an_error():
     assert found(adams, "adam", for_matrices=False) == []
     # matrices on another rank are enough
     vectors = families(each for each in model() if not each.matrices)
-    assert len(problems(vectors, "muon", True)) == 1
     assert problems(merged([vectors, families(model())]), "muon", True) == []
 
 
-def test_updates_far_from_those_of_adam_are_one_line_for_each_class():
-    for rms in (0.2, 0.8, 0.05, None):
+def test_updates_far_from_adams_are_one_line_a_class():
+    for rms in (0.2, 0.8, None):
         assert warned(changed(model(), "weight", update_rms=rms)) == []
     assert warned(changed(model(), BIAS, update_rms=1.0)) == []  # Adam's own first one
     rows = changed(model(), "linear_qkv.weight", update_rms=1.0)
@@ -134,13 +130,11 @@ def test_what_changed_alike_is_one_line():
     rows = model()
     of_all = [f"all {len(rows)} parameters: lr 0.001 -> 2.0"]
     assert lines(rows, changed(rows, "", lr=2.0)) == of_all
-    (line,) = lines(rows, changed(rows, "decoder.layers", lr=2.0))
-    assert f"{FC2}, 2 more families, 24 parameters in all: lr 0.001 -> 2.0" in line
     two = changed(changed(rows, "linear_fc2", lr=2.0), EMBEDDING, lr=2.0)
     assert lines(rows, two) == [f"{FC2}, {EMBEDDING}: lr 0.001 -> 2.0"]
 
 
-def test_a_schedule_of_another_manifest_leaves_all_else_as_it_was():
+def test_a_schedule_of_another_manifest_changes_nothing_else():
     old = changed(model(), "", settings={"lr_mult": 0.5})
     new = changed(model(), "linear_fc2", lr=2.0, min_lr=1.0, weight_decay=0.7, settings={"lr_mult": 2.0, "eps": 1})
     counts = with_schedule(families(new), families(old))
@@ -157,14 +151,14 @@ def test_added_and_removed_parameters():
     assert lines(model(), new) == [f"{EMBEDDING}: removed, had the optimizer adam"]
 
 
-def test_layers_that_changed_alike_are_together_whatever_they_were_grouped_with():
+def test_layers_that_changed_alike_are_one_line():
     old = changed(model(), "layers.1.mlp.linear_fc2", reason="overrides.yaml:1")
     assert lines(old, changed(old, "linear_fc2", lr=2.0)) == [f"{FC2}: lr 0.001 -> 2.0"]
     new = changed(model(), "layers.1.mlp.linear_fc2", lr=2.0)
     assert lines(model(), new) == ["decoder.layers.1.mlp.linear_fc2.weight: lr 0.001 -> 2.0"]
 
 
-def test_another_number_of_ranks_and_another_file_of_overrides_are_no_changes():
+def test_other_ranks_and_another_file_are_no_changes():
     new = changed(
         model(),
         "linear_fc2",

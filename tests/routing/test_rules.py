@@ -39,7 +39,7 @@ def test_the_more_specific_entry_wins_key_by_key():
     assert found.overruled == (Overruled("lr", 1.0, "a"),)
 
 
-def test_the_later_layer_wins_between_equally_specific_entries_only():
+def test_the_later_layer_wins_between_equally_specific_entries():
     flags = entry("shape:matrix", "--muon-lr", Layer.FLAGS, lr=1.0)
     assert resolved(flags, entry("shape:tall", "f:1", lr=2.0)).sources == {"lr": "--muon-lr"}
     assert resolved(flags, entry("linear_qkv.weight", "f:1", lr=2.0)).sources == {"lr": "f:1"}
@@ -61,7 +61,6 @@ def test_the_last_of_equally_specific_entries_of_a_layer_wins():
     found = resolved(second, first)
     assert found.sources == {"lr": "f:1"}
     assert found.overruled == (Overruled("lr", 2.0, "f:9"),)
-    assert resolved(first, second, entry("*.linear_qkv.*", "f:5", lr=3.0), second).sources == {"lr": "f:5"}
 
 
 def test_a_value_and_its_multiplier_in_one_entry_are_refused():
@@ -78,7 +77,7 @@ def test_a_value_and_its_multiplier_in_one_entry_are_refused():
         ({"weight_decay": 0.5}, {"wd_mult": 0.5}, {"wd_mult": 0.5, "weight_decay": 0.5}, (1.0, 0.0), (1.0, 0.0)),
     ],
 )
-def test_a_multiplier_multiplies_what_is_below_it_and_a_value_replaces_it(wide, narrow, settings, of_run, rates):
+def test_multipliers_multiply_and_values_replace_what_is_below(wide, narrow, settings, of_run, rates):
     found = resolved(*([entry("*", "a", **wide)] if wide else []), entry(QKV, "b", **narrow))
     assert found.settings == settings
     assert found.learning_rates(*of_run) == rates
@@ -98,19 +97,17 @@ def test_a_smallest_rate_above_the_largest_is_refused():
         ({"start_wd": 0.0, "end_wd": 0.1}, {"wd_mult": 2.0}, {"end_wd": 0.1, "start_wd": 0.0, "wd_mult": 2.0}),
     ],
 )
-def test_a_weight_decay_is_both_ends_of_its_schedule_where_nothing_above_it_sets_one(wide, narrow, settings):
+def test_a_weight_decay_is_both_ends_of_its_schedule(wide, narrow, settings):
     assert resolved(entry("*", "a", **wide), entry(QKV, "b", **narrow)).settings == settings
 
 
-def test_an_exclusion_drops_what_is_below_it_and_refuses_the_rest():
+def test_an_exclusion_drops_what_is_below_it():
     wide, out = entry("*", "a", lr=1.0), entry("linear_qkv.weight", "b", exclude=True)
     assert resolved(wide, out).settings == {"exclude": True}
     assert resolved(wide, out, entry(QKV, "c", exclude=False)).settings == {"exclude": False, "lr": 1.0}
-    assert resolved(wide, entry("linear_qkv.weight", "c", optimizer="adam"), out).settings == {"exclude": True}
-    for selector in (QKV, "linear_qkv.weight"):
-        first, second = refused(wide, out, entry(selector, "c", eps=1e-8, optimizer="adam"))
-        assert first.startswith(f"c: eps: b excludes the parameter, for {QKV}")
-        assert second.startswith(f"c: optimizer: b excludes the parameter, for {QKV}")
+    first, second = refused(wide, out, entry(QKV, "c", eps=1e-8, optimizer="adam"))
+    assert first.startswith(f"c: eps: b excludes the parameter, for {QKV}")
+    assert second.startswith(f"c: optimizer: b excludes the parameter, for {QKV}")
 
 
 def test_an_optimizer_drops_what_it_has_not_and_is_below_it():
@@ -119,10 +116,9 @@ def test_an_optimizer_drops_what_it_has_not_and_is_below_it():
     found = resolved(steps, entry(QKV, "b", optimizer="adam"))
     assert found.settings == {"optimizer": "adam", "weight_decay": 0.5}
     assert found.overruled == (Overruled("num_ns_steps", 5, "a"),)
-    for selector in ("*qkv.weight", "attr:is_qkv"):
-        (line,) = refused(entry("attr:is_qkv", "b", optimizer="adam"), entry(selector, "a", num_ns_steps=5))
-        assert line.startswith("a: num_ns_steps: adam has no such setting of a parameter")
-        assert line.endswith(f"for {QKV} and 1 more")
+    (line,) = refused(entry("attr:is_qkv", "b", optimizer="adam"), entry("*qkv.weight", "a", num_ns_steps=5))
+    assert line.startswith("a: num_ns_steps: adam has no such setting of a parameter")
+    assert line.endswith(f"for {QKV} and 1 more")
     assert refused(entry(BIAS, "a", betas=[0.9, 0.95])) == [
         f"a: betas: muon has no such setting of a parameter, did you mean 'momentum'? betas are AdamW's, for {BIAS}"
     ]
@@ -155,7 +151,7 @@ def test_settings_by_optimizer_follow_the_optimizer():
         ({"name": "output*", "shape": "matrix"}, "no parameter is matched by all of 'output* and shape:matrix'"),
     ],
 )
-def test_a_selector_that_matches_nothing_is_an_error_with_what_is_near(selector, said):
+def test_a_selector_that_matches_nothing_names_what_is_near(selector, said):
     (line,) = refused(entry(selector, "f:1", lr=1.0))
     assert line.startswith("f:1: select: ")
     assert said in line
@@ -166,7 +162,7 @@ def test_defaults_of_an_excluded_parameter_are_no_mistake():
     assert resolved(defaults, entry("*", "f:1", exclude=True), name=BIAS).settings == {"exclude": True}
 
 
-def test_defaults_may_match_nothing_and_so_may_what_matches_on_another_rank():
+def test_what_may_match_nothing():
     assert resolve([entry("x", "d", Layer.DEFAULTS, lr=1.0)], model())[QKV].settings == {}
     elsewhere = [entry("x", "f:1", lr=1.0), entry("output_layer.weight", "f:2", lr=1.0)]
     assert match_counts(elsewhere, model(), None) == [0, 1]

@@ -45,7 +45,7 @@ def beside(name, key):
 
 
 @pytest.mark.parametrize(("name", "key"), [each for each in OF_OPTIMIZERS if each[1] != "fp32_matmul_prec"])
-def test_a_group_with_its_own_value_is_an_optimizer_with_that_value(name, key):
+def test_a_groups_own_value_is_that_of_its_optimizer(name, key):
     """Of some other value: not every one changes the steps of small matrices."""
     values = others(name, key)
     settings = beside(name, key)
@@ -61,7 +61,7 @@ def test_a_group_with_its_own_value_is_an_optimizer_with_that_value(name, key):
     assert not values, f"{name} does not read {key} from its groups"
 
 
-def test_optimizers_have_the_settings_of_their_rules_and_no_others():
+def test_optimizers_have_the_settings_of_their_rules():
     assert "pairs" not in settings_of("spectron")
     for name, row in OPTIMIZERS.items():
         own = settings_of(name)
@@ -168,7 +168,7 @@ VALUES = st.one_of(
 
 @example(("mars_muon", "weight_decay_method"), [])  # its default is None
 @given(st.sampled_from(OF_OPTIMIZERS), VALUES)
-def test_a_value_that_is_taken_has_the_type_of_the_default_and_can_be_sorted(named, raw):
+def test_a_value_that_is_taken_has_the_type_of_the_default(named, raw):
     name, key = named
     default = settings_of(name)[key]
     try:

@@ -1,12 +1,10 @@
 """Means and norms of global matrices from shards are those of one process."""
 
-import json
 from itertools import pairwise
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile
 
 from megatron_eopt.parallel.collectives import counters
 from megatron_eopt.parallel.plan_records import Matrix
@@ -17,15 +15,6 @@ from tests.distributed.shards import part_of
 from tests.optimizers.field import drawn
 
 ROWS, COLS = 14, 22
-
-
-def allocations(run, path):
-    """The bytes of each allocation of a function in their order, below 0 where memory is freed, and its result."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        result = run()
-    profiled.export_chrome_trace(str(path))
-    events = [each for each in json.loads(path.read_text())["traceEvents"] if each["name"] == "[memory]"]
-    return [each["args"]["Bytes"] for each in sorted(events, key=lambda each: each["ts"])], result
 
 
 def layouts(ranks):

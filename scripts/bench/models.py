@@ -61,6 +61,14 @@ NEWTON_SCHULZ: dict[str, dict[str, tuple[int, ...]]] = {
     },
 }
 
+# Parameters of steps of one process on a CPU.
+ALONE: dict[str, Sequence[tuple[int, int]]] = {
+    "16 matrices": [(1536, 512), (512, 512), (2048, 512), (512, 2048)] * 4,
+    "28 shards": [(256, 512), (64, 512), (64, 512), (512, 256), (896, 512), (896, 512), (512, 896)] * 4,  # of TP=2
+    "120 small": [(256, 128), (128, 128), (256, 128), (128, 256)] * 30,
+    "12 square": [(256, 256), (512, 256), (512, 512)] * 4,
+}
+
 # Parameters that tensor parallelism cuts: rows, columns, and the dimension that is cut.
 Sharded = list[tuple[int, int, int]]
 FOUR_LAYERS: Sharded = [

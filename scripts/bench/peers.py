@@ -1,9 +1,10 @@
-"""Measure a step on several ranks beside public peers on the CPU, in one run: part of ``make bench``.
+"""Measure a step of one process, and of several ranks, beside public peers on the CPU: part of ``make bench``.
 
-The peers are Megatron-Core's Muon on emerging-optimizers, ``torch.optim.Muon`` and Muon of microsoft/dion. All get the
-28 matrices of four layers, cut by Megatron's attributes or as DTensors, and take turns. Ranks are processes with one
-thread each, over gloo. Besides times the table has how far an update is from that of one rank, over its length, and
-what the first rank counts: matrix products, their operations, collectives, temporaries and state.
+The peers are Megatron-Core's Muon on emerging-optimizers, ``torch.optim.Muon`` and Muon of microsoft/dion. One process
+has whole matrices, with products in bf16, of SOAP in fp32. Several ranks get the 28 matrices of four layers, cut by
+Megatron's attributes or as DTensors. All take turns. Ranks are processes with one thread each, over gloo. Besides times
+their table has how far an update is from that of one rank, over its length, and what the first rank counts: matrix
+products, their operations, collectives, temporaries and state.
 
 dion is not on PyPI: ``--dion FOLDER`` takes a checkout of it.
 """
@@ -20,8 +21,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from counting import Products
+from emerging_optimizers import orthogonalized_optimizers, soap
 from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon as MegatronsMuon
-from models import FOUR_LAYERS, Sharded
+from models import ALONE, FOUR_LAYERS, Sharded
 from pages import markdown
 from timing import Load, Times, in_turns, machine, on_ranks, parser_of, write
 from torch import Tensor
@@ -29,7 +31,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import Parameter
 
-from megatron_eopt import TensorParallelMuon
+from megatron_eopt import SOAP, TensorParallelAdaptiveMuon, TensorParallelMuon
 
 PRECISIONS = {"medium": "bf16", "highest": "fp32"}
 COMPARED = FOUR_LAYERS[: len(FOUR_LAYERS) // 4]  # with one rank: of the first layer
@@ -161,6 +163,54 @@ def measured(rank: int, ranks: int, precision: str, rounds: int) -> dict[str, An
     return found
 
 
+def alone(rounds: int) -> dict[str, dict[str, Times]]:
+    """Rounds of one process, by row and contestant, ours first."""
+    normuon: dict[str, Any] = {"lr": 1e-3, "momentum": 0.95, "weight_decay": 0.01, "moment2_method": "normuon"}
+    of_soap: dict[str, Any] = {"lr": 1e-3, "fp32_matmul_prec": "highest"}
+    of_muon: dict[str, Any] = {
+        "ours": lambda params: TensorParallelMuon(params, lr=1e-3),
+        "torch": lambda params: torch.optim.Muon(params, lr=1e-3),
+        "emerging-optimizers": lambda params: orthogonalized_optimizers.Muon(params, lr=1e-3, nesterov=True),
+    }
+    rows: dict[str, tuple[str, dict[str, Any]]] = {}
+    for name in ("16 matrices", "28 shards", "120 small"):
+        rows[f"muon, {name}"] = (name, of_muon)
+    rows["normuon, 16 matrices"] = (
+        "16 matrices",
+        {
+            "ours": lambda params: TensorParallelAdaptiveMuon(params, **normuon),
+            "emerging-optimizers": lambda params: orthogonalized_optimizers.AdaptiveMuon(
+                params, nesterov=True, **normuon
+            ),
+        },
+    )
+    rows["soap, bases anew in each step, 12 square"] = (
+        "12 square",
+        {
+            "ours": lambda params: SOAP(params, precondition_frequency=1, **of_soap),
+            "emerging-optimizers": lambda params: soap.SOAP(params, qr_fp32_matmul_prec="highest", **of_soap),
+        },
+    )
+    found = {}
+    for row, (name, contestants) in rows.items():
+        optimizers = {}
+        for contestant, build in contestants.items():
+            shapes = [(*shape, 0) for shape in ALONE[name]]
+            optimizers[contestant] = build(shards(shapes, 0, 1))
+        found[row] = in_turns({contestant: each.step for contestant, each in optimizers.items()}, rounds)
+    return found
+
+
+def table_alone(found: dict[str, dict[str, Times]]) -> str:
+    """A row of each; what the fastest peer takes, over what we take."""
+    rows = []
+    for row, times in found.items():
+        best = min((name for name in times if name != "ours"), key=lambda name: times[name].median)
+        ratio = times[best].median / times["ours"].median
+        rows.append((row, times["ours"].words(".0f"), f"{best} {times[best].words('.0f')}", f"{ratio:.2f}"))
+    return markdown(("one process", "ours, ms", "fastest peer, ms", "peer by ours"), rows)
+
+
 def table(found: dict[str, Any], precision: str) -> str:
     """A row of each contestant; its time is compared with the fastest whose update is that of one rank."""
     allowed = EXACT if precision == "highest" else ROUNDED
@@ -187,7 +237,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     load = Load(max(arguments.ranks), arguments.any_load)
     figures: dict[str, Any] = {"machine": machine()}
-    print(f"a step of {len(FOUR_LAYERS)} matrices; {machine()}, one thread a rank")
+    print(f"a step; {machine()}, one thread a rank")
+    of_one = alone(arguments.rounds)
+    load.check()
+    print(f"\n{table_alone(of_one)}", flush=True)
+    figures["one process"] = of_one
     for ranks in arguments.ranks:
         for precision in arguments.precisions:
             found = on_ranks(measured, ranks, precision, arguments.rounds)

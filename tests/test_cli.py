@@ -16,14 +16,15 @@ ROOT = Path(__file__).parent.parent
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--", "expected the flags of a pretrain command after --"),
-        ("--num-layers 2", "unrecognized arguments: --num-layers 2 (the flags of a run stand after --)"),
-        ("--world-size many -- --num-layers 2", "argument --world-size: invalid int value: 'many'"),
+        ("plan --", "expected the flags of a pretrain command after --"),
+        ("plan --num-layers 2", "unrecognized arguments: --num-layers 2 (the flags of a run stand after --)"),
+        ("plan --world-size many -- --num-layers 2", "argument --world-size: invalid int value: 'many'"),
+        ("doctor -- --bf16", "nothing is expected after --, got --bf16"),
     ],
 )
 def test_what_is_refused(capsys, arguments, message):
     with pytest.raises(SystemExit) as ended:
-        main(["plan", *arguments.split()])
+        main([*arguments.split()])
     assert ended.value.code == 2
     said = capsys.readouterr().err
     assert message in said

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_eopt import TensorParallelMuon
+from megatron_eopt import TensorParallelAdaptiveMuon, TensorParallelMuon
 from megatron_eopt.matrices import Split
 from tests.contracts.made import (
     BETA,
@@ -33,6 +33,11 @@ def test_all_arguments_by_position():
     )
     run(opt, params, steps)
     assert_near(params, expected)
+
+
+def test_namo_refuses_decay_in_the_gradient():
+    with pytest.raises(ValueError, match=r"namo compares the norms .* which L2 decay would add to"):
+        MUON.made(parameters(), TensorParallelAdaptiveMuon, moment2_method="namo", weight_decay_method="l2")
 
 
 def test_the_positional_order_of_emerging_optimizers_is_refused():

@@ -234,6 +234,15 @@ def test_a_function_that_cannot_serve_is_refused_before_a_step(cls, settings, fu
 # What a constructor was given.
 
 
+def test_a_groups_setting_that_a_function_takes_the_place_of_is_refused():
+    for later in (False, True):
+        setting = {"num_ns_steps": 10}
+        opt = TensorParallelMuon([{"params": parameters(), **({} if later else setting)}], **SAME)
+        opt.orthogonalize_fn = polar
+        opt.param_groups[0].update(setting)
+        refused(opt, ValueError, "num_ns_steps has no effect here, got 10: orthogonalize_fn of your own")
+
+
 def test_copies_and_pickles_keep_the_functions():
     opt = Set(parameters(), **SAME)
     expected = after(Set, range(1))

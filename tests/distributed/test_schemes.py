@@ -11,7 +11,6 @@ from megatron_eopt.parallel.plan_records import Bucket, Matrix, Plan
 from megatron_eopt.parallel.rectangles import Rectangle, cut
 from tests.distributed.buckets import (
     CASES,
-    ONE_CUT,
     Case,
     InFp16,
     assert_close,
@@ -149,21 +148,6 @@ def test_one_plan_gives_what_its_buckets_give_alone(run):
 # Further properties of schemes, on two ranks.
 
 
-def with_powers_of_two(rank, ranks):
-    """Whether factors of matrices times powers of two have the same bits."""
-    same = {}
-    for scheme in ONE_CUT:
-        case = Case(scheme, (24, 96), 1)
-        plan = plan_of([case], ranks)
-        shards = own_parts(case, ranks, rank)
-        first, *others = (
-            executed(plan, [shard * factor for shard in shards], {"tp": dist.group.WORLD}, case.settings)
-            for factor in (1.0, 2.0**-40, 2.0**20)
-        )
-        same[scheme] = all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
-    return same
-
-
 def small_rows(rank, ranks):
     """How far the factors of small rows beside large ones are off in fp16, relative to their norm."""
     x = drawn((64, 1024))
@@ -194,11 +178,10 @@ def dealt_unevenly(rank, ranks):
 
 
 def further(rank, ranks):
-    return tuple(each(rank, ranks) for each in (with_powers_of_two, small_rows, dealt_unevenly))
+    return tuple(each(rank, ranks) for each in (small_rows, dealt_unevenly))
 
 
-def test_powers_of_two_small_rows_and_uneven_dealings():
-    for same, off, dealt in run_ranks(further, 2):
-        assert same == dict.fromkeys(ONE_CUT, True)
+def test_small_rows_and_uneven_dealings():
+    for off, dealt in run_ranks(further, 2):
         assert off < 2e-3
         assert all(error < 1e-5 for error in dealt.values()), dealt

@@ -21,7 +21,6 @@ from megatron_eopt.megatron.config import with_preset
 from megatron_eopt.megatron.factory import refuse_unwritable
 from megatron_eopt.megatron.given import (
     complete,
-    idle_flags,
     idle_settings,
     typed_flags,
     typed_of,
@@ -141,11 +140,6 @@ def test_flags_without_effect_are_errors(parse, validate, optimizer, flags, idle
     if optimizer == "adam" and idle:  # which this package does not build
         with pytest.raises(ValueError, match=said[0]):
             validate("--optimizer", optimizer, *flags.split())
-
-
-def test_no_flag_is_idle_where_overrides_leave_muon_nothing(parse):
-    args = parse(*"--optimizer muon --muon-momentum 0.9 --optimizer-overrides all_to_adam.yaml".split())
-    assert idle_flags(config_as_frameworks_make_it(args), args, ["adam"]) == []
 
 
 def test_settings_without_effect_are_warned_of(parse):

@@ -64,12 +64,6 @@ def test_the_import_from_adam_is_suggested_where_it_helps(wanted, stored, helps)
     assert ("another optimizer wrote it, or this one with other settings" in found) is not helps
 
 
-def test_second_moments_of_adam_may_be_left():
-    wanted = states("decoder.weight", "exp_avg")
-    assert mismatch("Muon", wanted, MODEL | ADAM, optional={"exp_avg_sq"}) is None
-    assert "needs exp_avg:" in mismatch("Muon", wanted, MODEL | ADAM)
-
-
 @pytest.mark.parametrize(
     ("name", "wrote", "refused"),
     [

@@ -33,6 +33,7 @@ def taken(written, parameters=None):
         ("shape: stack", ["experts.stacked"]),
         ("shape: embedding", ["word_embeddings.weight", "output_layer.weight"]),
         ("shape: wide", ["mlp.linear_fc2.weight"]),
+        ("shape: square", ["linear_proj.weight"]),
         ("shape: tall", ["linear_qkv.weight", "mlp.linear_fc1.weight", "experts.0.linear_fc1.weight"]),
         ("shape: expert", ["experts.0.linear_fc1.weight", "experts.stacked"]),
         ({"name": "*fc1*", "shape": "expert"}, ["experts.0.linear_fc1.weight"]),
@@ -156,6 +157,7 @@ def test_selectors_are_keys():
             {"x": {"lr": -1, "optimizer": "mun"}},
             ["overrides['x']: lr: expected a number of at least 0, got -1", "overrides['x']: optimizer: unknown optim"],
         ),
+        ({"x": {"lr": 1, "max_lr": 1}}, ["overrides['x']: max_lr is lr: keep one of the two"]),
         ({"x": 3}, ["overrides['x']: expected a mapping of settings, as lr: 1e-3, got 3"]),
         (
             {"shape:x": {"lr": 1}, "y": {}},

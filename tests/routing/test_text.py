@@ -83,6 +83,12 @@ def test_sources_of_settings_are_said_only_where_there_are_any():
     assert lines[lines.index("overruled:") + 1] == f"  {name}: lr = 0.01 (overrides.yaml:1)"
 
 
+def test_a_rate_says_whether_its_multiplier_is_in_it():
+    sources = {"lr": "a.yaml:1", "lr_mult": "a.yaml:3"}
+    shown = printed(changed(model(), EMBEDDING, lr=0.005, settings={"lr_mult": 0.5}, sources=sources))
+    assert f"{EMBEDDING}: lr 0.005 after lr_mult (a.yaml:1), lr_mult 0.5 (a.yaml:3)" in shown
+
+
 @given(st.lists(st.tuples(*[st.text("ab. 01", max_size=60)] * 3), max_size=5), st.booleans())
 def test_any_content_stays_in_its_column(lines, wrap):
     shown = aligned(("name", "second", "third"), lines, ("third",), wrap)

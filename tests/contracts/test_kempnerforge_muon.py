@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from megatron_eopt import Muon
 from tests.plain.made import SIMPLE, gradients, muon_reference, parameters, run
 
-SHAPES = [(64, 32), (32, 64), (48, 48), (10, 97), (8, 3, 3, 3), (6, 5, 4)]
 STEPS = 5
 
 
@@ -36,13 +35,6 @@ def test_a_schedule_of_momentum_is_that_of_a_heavy_ball(betas, ns_steps):
     torch.testing.assert_close(optimizer.state[p]["momentum_buffer"], momentum, rtol=0, atol=1e-6)
     expected = muon_reference(start, [g for g, _ in steps], 0.02, betas, 0.0, SIMPLE[:1] * ns_steps)
     torch.testing.assert_close(p.detach(), expected, rtol=0, atol=1e-6)
-
-
-def test_a_group_says_ns_steps_as_the_constructor_does(caplog):
-    Muon([{"params": parameters((9, 12)), "num_ns_steps": 4}], [])
-    assert (
-        "Muon: 'num_ns_steps' is no setting of its groups, so it has no effect, did you mean 'ns_steps'?" in caplog.text
-    )
 
 
 def test_all_groups_are_in_param_groups_and_state():

@@ -46,11 +46,6 @@ def gradient_of(name, shape, step):
     return gradient
 
 
-def ulp(name, gradient, step):
-    """Half of all entries are one unit in the last place larger, or two."""
-    return gradient * (1 + 2**-23 * torch.randint(2, gradient.shape, generator=generator(name, step, "ulp")))
-
-
 def shards(name, gradient, step):
     """In the last step, shards of one matrix change places, and a half of another has the other sign."""
     if step == 5 and name == "decoder.layers.1.self_attention.linear_proj.weight":

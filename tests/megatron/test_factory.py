@@ -9,7 +9,7 @@ from torch import nn
 from megatron_eopt import ScheduleFreeAdamW, TensorParallelMuon
 from megatron_eopt.megatron.assignment import Assignment
 from megatron_eopt.megatron.at_average import evaluated_at_average
-from megatron_eopt.megatron.factory import OptimizerOfRun, warn_of_other_checkpoints
+from megatron_eopt.megatron.factory import warn_of_other_checkpoints
 from megatron_eopt.megatron.first_step import check_steps, warn_of_unused
 from megatron_eopt.megatron.wrappers import remember
 from megatron_eopt.routing import Resolved
@@ -101,28 +101,6 @@ def test_parameters_without_a_gradient_are_named_once(one_rank, monkeypatch, cap
     said = capsys.readouterr().out
     assert "zero everywhere in the first step, of unused.weight, without.weight: no forward pass uses it" in said
     assert (said.count("warning"), len(reads)) == (1, 1)
-
-
-def prepare(monkeypatch, *optimizers, decided=None):
-    """As a run prepares its optimizers."""
-    monkeypatch.setattr("megatron_eopt.megatron.consensus.on_all_ranks", lambda decide: decide())
-    run = OptimizerOfRun.__new__(OptimizerOfRun)
-    run.optimizer = SimpleNamespace(chained_optimizers=[FP32Optimizer(each) for each in optimizers])
-    run.seconds, run.began, run.decided = {}, 0.0, decided or {}
-    run.prepare()
-
-
-def test_optimizers_that_have_parameters_here_are_prepared(monkeypatch):
-    """Those without one share none with other ranks, and have nothing to agree on."""
-    prepared = []
-
-    class Prepared(torch.optim.SGD):
-        def prepare(self):
-            prepared.append(self)
-
-    with_one, without = (Prepared([{"params": params}], lr=0.1) for params in ([nn.Parameter(torch.ones(2))], []))
-    prepare(monkeypatch, with_one, without, torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1))
-    assert prepared == [with_one]
 
 
 def test_a_model_is_evaluated_as_its_last_optimizer_has_it():

@@ -177,11 +177,3 @@ def test_a_layout_takes_the_steps_of_one_rank(tmp_path, alone, optimizer, layout
         assert faulty[f"decoder.layers.{layer}.self_attention.linear_proj.weight", "parameter"] > 100 * BOUND
     if UNTIED not in model:
         assert torch.equal(found[1][OUTPUT]["parameter"], found[1][EMBEDDING]["parameter"])
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_rounding_is_below_the_bound(alone, optimizer):
-    rounding = apart(alone(optimizer, PLAIN, "ulp"), alone(optimizer, PLAIN))
-    assert not beyond(rounding, BOUND)
-    assert beyond(rounding, 1e-8)

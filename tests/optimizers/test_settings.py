@@ -15,6 +15,7 @@ from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.matrices import GATE_UP, experts
 from megatron_eopt.optimizers.spectron import factor_pairs
 from megatron_eopt.settings.of_class import settings_of
+from megatron_eopt.settings.records import EXECUTION
 from tests.optimizers.family import (
     ELEMENTWISE,
     FOR_VECTORS,
@@ -62,6 +63,9 @@ TABLE = {
     **dict.fromkeys("step_kernels fp32_matmul_prec".split(), CHOICE),
     "momentum_dtype": (torch.float16, torch.float32, "bf16"),
 }
+# Functions, groups of ranks, and shapes that only splits read.
+UNCHECKED = {"is_qkv_fn", "qkv_split_shapes", "pg_collection", "data_parallel_group", "process_group", "execution"}
+UNCHECKED |= {"orthogonalize_fn", "scale_factor_fn"}
 CLASSES = {name: row.cls for name, row in OPTIMIZERS.items()}
 CLASSES |= {"users_own": OrthogonalizedOptimizer, "distributed_muon": DistributedMuon}
 
@@ -71,6 +75,11 @@ def refuses(said, door, *given, **settings):
     with pytest.raises((TypeError, ValueError)) as raised:
         door(*given, **settings)
     assert said in str(raised.value), (given, settings)
+
+
+def test_every_setting_is_in_the_table():
+    settings = {key for cls in CLASSES.values() for key in settings_of(cls)}
+    assert settings | {setting.name for setting in EXECUTION} == TABLE.keys() | UNCHECKED
 
 
 @pytest.mark.parametrize("key", TABLE)

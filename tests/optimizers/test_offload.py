@@ -19,6 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_eopt import Execution, TensorParallelMuon
 from megatron_eopt.step.momenta import offload
 from megatron_eopt.step.momenta.offload import Streamed
+from megatron_eopt.step.state import on_host
 from tests.optimizers.family import build, having
 from tests.optimizers.field import drawn
 
@@ -97,6 +98,18 @@ def test_a_step_copies_what_its_plan_says_and_holds_two_chunks(kind):
         run(optimizer, params, [2])  # without one of the gradients
         lacking = sum(x.nbytes for x in optimizer.state[params[6]].values() if x.shape == params[6].shape)
         assert streamed.stored == 2 * there - lacking * optimizer.on_host(params[6])
+
+
+def test_the_share_is_spread_evenly():
+    sizes = [3, 1, 4, 1, 5, 9, 2, 6] * 4
+    for fraction in (0.0, 0.01, 0.25, 0.5, 0.9, 1.0):
+        there = list(on_host(sizes, fraction))
+        for end in range(1, len(sizes) + 1):
+            own = sum(size for size, taken in zip(sizes[:end], there, strict=False) if taken)
+            assert fraction * sum(sizes[:end]) <= own < fraction * sum(sizes[:end]) + max(sizes)
+        assert there == list(on_host([*sizes, 100], fraction))[:-1]  # of a parameter that is added nothing changes
+    assert not any(on_host(sizes, 0.0))
+    assert all(on_host(sizes, 1.0))
 
 
 @pytest.mark.parametrize(("before", "after"), [(1.0, 1.0), (0.0, 1.0), (1.0, 0.0), (0.4, 0.7)])

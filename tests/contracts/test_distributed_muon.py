@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from logging.handlers import BufferingHandler
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from megatron_eopt.optimizers import distributed_muon
 from megatron_eopt.parallel.collectives import counters
 from tests.distributed.ranks import run_ranks
 from tests.distributed.shards import message_of
+from tests.plain.made import SIMPLE, gradients, muon_reference, parameters, run, values
 
 SHAPES = [(8, 6)] * 5 + [(4, 12)] * 2 + [(9, 3)] + [(3, 2, 2)]
 STEPS = 4
@@ -35,82 +37,42 @@ def _one_thread():
     torch.set_num_threads(before)
 
 
-def parameters(shapes=SHAPES):
-    generator = torch.Generator().manual_seed(0)
-    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+def made(**settings):
+    params = parameters(*SHAPES)
+    return params, DistributedMuon(params, **settings)
 
 
-def set_gradients(params, step):
-    generator = torch.Generator().manual_seed(100 + step)
-    for p in params:
-        p.grad = torch.randn(p.shape, generator=generator)
-
-
-def train(params, optimizer, steps=range(STEPS)):
-    for step in steps:
-        set_gradients(params, step)
-        optimizer.step()
-    return [p.detach().clone() for p in params]
-
-
-# The original in a few lines, on one process.
-
-
-def orthogonal_factor(g, steps):
-    X = g.mT if g.size(0) > g.size(1) else g
-    X = X / X.norm()
-    for _ in range(steps):
-        A = X @ X.mT
-        X = 3.4445 * X + (-4.7750 * A + 2.0315 * A @ A) @ X
-    return X.mT if g.size(0) > g.size(1) else X
-
-
-def reference_step(params, momenta, lr=0.02, momentum=0.95, nesterov=True, ns_steps=5, weight_decay=0.0):
-    for p, m in zip(params, momenta, strict=True):
-        g = p.grad.flatten(1)
-        m.lerp_(g, 1 - momentum)
-        update = g.lerp(m, momentum) if nesterov else m
-        factor = orthogonal_factor(update, ns_steps)
-        with torch.no_grad():
-            p.mul_(1 - lr * weight_decay)
-            p.sub_((lr * max(1, g.size(0) / g.size(1)) ** 0.5 * factor).view_as(p))
+def train(params, optimizer, first=0, end=STEPS):
+    run(optimizer, params, gradients(params, STEPS)[first:end])
+    return values(params)
 
 
 @pytest.mark.parametrize(
     "settings", [{}, {"momentum": 0.8, "nesterov": False, "weight_decay": 0.5}, {"lr": 0.1, "ns_steps": 3}]
 )
-def test_one_process_steps_as_the_original_in_fp32(settings):
-    params, expected = parameters(), parameters()
-    optimizer = DistributedMuon(params, **settings, fp32_matmul_prec="highest")
-    momenta = [torch.zeros_like(p).flatten(1) for p in expected]
-    for step in range(STEPS):
-        before = [p.detach().clone() for p in params]
-        for ours, theirs in zip(params, expected, strict=True):
-            theirs.data.copy_(ours.data)
-        for each in (params, expected):
-            set_gradients(each, step)
-        optimizer.step()
-        reference_step(expected, momenta, **settings)
-        lr = settings.get("lr", 0.02)
-        for p, q, b in zip(params, expected, before, strict=True):
-            torch.testing.assert_close((p - b) / lr, (q - b) / lr, rtol=0, atol=2e-5)
+def test_one_process_steps_as_the_original(settings):
+    params = parameters(*SHAPES, dtype=torch.float64)
+    starts, steps = values(params), gradients(params, STEPS)
+    run(DistributedMuon(params, **settings, fp32_matmul_prec="highest"), params, steps)
+    given = {"lr": 0.02, "momentum": 0.95, "nesterov": True, **settings}
+    coefficients = SIMPLE[: given.pop("ns_steps", 5)]
+    for p, start, own in zip(params, starts, zip(*steps, strict=True), strict=True):
+        expected = muon_reference(start, own, **given, coefficients=coefficients)
+        torch.testing.assert_close(p.detach(), expected, rtol=0, atol=1e-6)
 
 
 def on_ranks(rank, world_size, settings):
-    params = parameters()
+    params = parameters(*SHAPES)
     optimizer = DistributedMuon(params, 0.02, 0.95, True, 5, **settings)
     results = train(params, optimizer)
-    gradients = [p.grad for p in params]
-    set_gradients(params, STEPS - 1)
-    untouched = all(torch.equal(p.grad, g) for p, g in zip(params, gradients, strict=True))
+    untouched = all(torch.equal(p.grad, g) for p, g in zip(params, gradients(params, STEPS)[-1], strict=True))
     momenta = {i: optimizer.state[p]["momentum_buffer"] for i, p in enumerate(params) if optimizer.state[p]}
     return results, momenta, untouched
 
 
 @pytest.mark.parametrize(("world_size", "settings"), [(2, {"fp32_matmul_prec": "highest"}), (3, {})])
 def test_ranks_step_as_one_process_and_share_the_momenta(world_size, settings):
-    params = parameters()
-    alone = DistributedMuon(params, **settings)
+    params, alone = made(**settings)
     expected = train(params, alone)
     kept = {}
     for results, momenta, untouched in run_ranks(on_ranks, world_size, settings):
@@ -152,11 +114,10 @@ def watched(rank, world_size, shapes):
     distributed_muon.all_gather = watch("send", distributed_muon.all_gather)
     iterate = distributed_muon.newton_schulz
     distributed_muon.newton_schulz = lambda *args, **kwargs: (events.append("compute"), iterate(*args, **kwargs))[1]
-    params = parameters(shapes * 3)
+    params = parameters(*shapes * 3)
     optimizer = DistributedMuon(params)
-    set_gradients(params, 0)
     counters.reset()
-    optimizer.step()
+    run(optimizer, params, gradients(params, 1))
     return events, dict(counters.calls), dict(counters.bytes)
 
 
@@ -168,11 +129,10 @@ def test_factors_travel_in_bf16_while_the_next_are_computed():
 
 
 def saved(rank, world_size, steps):
-    params = parameters()
-    optimizer = DistributedMuon(params)
+    params, optimizer = made()
     for number, p in enumerate(params):
         optimizer.state[p]["mine"] = torch.full((1,), float(number))
-    train(params, optimizer, range(steps))
+    on_all = train(params, optimizer, end=steps)
     optimizer.consolidate_state_dict()
     if rank:
         with pytest.raises(RuntimeError, match="consolidate_state_dict"):
@@ -180,8 +140,7 @@ def saved(rank, world_size, steps):
     state = copy.deepcopy(optimizer.state_dict()) if rank == 0 else None
     optimizer.consolidate_state_dict(to=None)
     assert len(optimizer.state_dict()["state"]) == len(SHAPES)
-    on_all = [p.detach().clone() for p in params]
-    train(params, optimizer, range(steps, STEPS))
+    train(params, optimizer, steps)
     with pytest.raises(RuntimeError, match="consolidate_state_dict"):  # a step has been made since
         optimizer.state_dict()
     return state, on_all
@@ -189,28 +148,19 @@ def saved(rank, world_size, steps):
 
 def speedrun(rank, collective, lines):
     """A script as its users write it: the master alone saves, at the end. ``lines`` are what the warning asks for."""
-    logging.getLogger("megatron_eopt").addHandler(logged := Logged())
-    params = parameters()
-    optimizer = DistributedMuon(params, **({} if collective is None else {"collective_state_dict": collective}))
+    logging.getLogger("megatron_eopt").addHandler(logged := BufferingHandler(9))
+    params, optimizer = made(collective_state_dict=collective)
     logging.getLogger("megatron_eopt").removeHandler(logged)
+    messages = [record.getMessage() for record in logged.buffer if record.levelno == logging.WARNING]
     train(params, optimizer)
     if lines == "consolidate":
         optimizer.consolidate_state_dict()
     if lines == "on all" or rank == 0:
         try:
-            return logged.messages, sorted(optimizer.state_dict()["state"])
+            return messages, sorted(optimizer.state_dict()["state"])
         except RuntimeError as error:
-            return logged.messages, str(error)
-    return logged.messages, None
-
-
-class Logged(logging.Handler):
-    def __init__(self):
-        super().__init__(logging.WARNING)
-        self.messages = []
-
-    def emit(self, record):
-        self.messages.append(record.getMessage())
+            return messages, str(error)
+    return messages, None
 
 
 def speedruns(rank, world_size):
@@ -231,36 +181,26 @@ def test_a_script_whose_master_alone_saves_is_told():
 
 
 def resumed(rank, world_size, state, values, steps):
-    params = parameters()
-    for p, value in zip(params, values, strict=True):
-        p.data.copy_(value)
+    params = [nn.Parameter(value.clone()) for value in values]
     optimizer = DistributedMuon(params, lr=7.0)
     optimizer.load_state_dict(copy.deepcopy(state))  # torch keeps the tensors of a state, and ranks share memory
     assert [optimizer.state[p]["mine"].item() for p in params] == list(map(float, range(len(params))))
     assert sum("momentum_buffer" in state for state in optimizer.state.values()) < len(params) or world_size == 1
-    return train(params, optimizer, range(steps, STEPS))
+    return train(params, optimizer, steps)
 
 
 def test_a_checkpoint_goes_on_at_another_number_of_ranks():
-    params = parameters()
-    expected = train(params, DistributedMuon(params))
+    expected = train(*made())
     [state, values], _ = run_ranks(saved, 2, 2)
     for results in (*run_ranks(resumed, 3, state, values, 2), resumed(0, 1, state, values, 2)):
         assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.matrices = nn.ParameterList(parameters())
-
-
 def in_torch_checkpoint(rank, world_size, folder, load):
-    model = Model()
-    params = list(model.parameters())
+    params = list(model := nn.ParameterList(parameters(*SHAPES)))
     optimizer = DistributedMuon(params, collective_state_dict=load or None)
     if not load:
-        train(params, optimizer, range(2))
+        train(params, optimizer, end=2)
         optimizer.consolidate_state_dict(to=None)
     state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
     if not load:
@@ -269,12 +209,11 @@ def in_torch_checkpoint(rank, world_size, folder, load):
     dcp.load(state, checkpoint_id=folder)
     set_model_state_dict(model, state["model"])
     set_optimizer_state_dict(model, optimizer, state["optimizer"])
-    return train(params, optimizer, range(2, STEPS))
+    return train(params, optimizer, 2)
 
 
 def test_a_checkpoint_of_torch_goes_on_at_other_sizes(tmp_path):
-    params = parameters()
-    expected = train(params, DistributedMuon(params))
+    expected = train(*made())
     run_ranks(in_torch_checkpoint, 2, tmp_path, False)
     for results in run_ranks(in_torch_checkpoint, 3, tmp_path, True):
         assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
@@ -282,49 +221,42 @@ def test_a_checkpoint_of_torch_goes_on_at_other_sizes(tmp_path):
 
 def load_what_one_rank_computes(rank, world_size, saved):
     """What each rank says of a momentum that is not finite, of a matrix of the first rank."""
-    optimizer = DistributedMuon(parameters())
-    first = next(i for i, p in enumerate(optimizer.param_groups[0]["params"]) if optimizer.compute_ranks[p] == 0)
+    params, optimizer = made()
+    first = next(i for i, p in enumerate(params) if optimizer.compute_ranks[p] == 0)
     saved["state"][first]["momentum_buffer"].fill_(torch.nan)
     return message_of(lambda: optimizer.load_state_dict(saved))
 
 
 def test_all_ranks_refuse_a_momentum_that_one_of_them_would_keep():
     """Else the others would wait for it in the next step."""
-    optimizer = DistributedMuon(parameters())
-    set_gradients(optimizer.param_groups[0]["params"], 0)
-    optimizer.step()
+    params, optimizer = made()
+    train(params, optimizer, end=1)
     for said in run_ranks(load_what_one_rank_computes, 2, optimizer.state_dict()):
         assert "'momentum_buffer' of parameter" in said
         assert "not finite" in said
 
 
 def test_the_part_of_one_rank_is_refused():
-    params = parameters()
-    optimizer = DistributedMuon(params)
-    train(params, optimizer, range(1))
+    params, optimizer = made()
+    train(params, optimizer, end=1)
     state = copy.deepcopy(optimizer.state_dict())
     del state["state"][4]
-    fresh = DistributedMuon(parameters())
+    _, fresh = made()
     with pytest.raises(ValueError, match=r"no momentum of parameter 4 .*consolidate_state_dict"):
         fresh.load_state_dict(state)
     assert not fresh.state
 
 
 def without_some_gradients(rank, world_size):
-    params = parameters()
-    optimizer = DistributedMuon(params, weight_decay=0.1)
-    set_gradients(params, 1)
-    optimizer.step()  # a momentum of zero would move nothing
-    found = []
-    for bad in (False, True):
-        set_gradients(params, 0)
-        params[1].grad = None
-        if bad and rank:
-            params[3].grad[0, 0] = float("nan")
-        before = [p.detach().clone() for p in params]
+    params, optimizer = made(weight_decay=0.1)
+    found = [train(params, optimizer, end=1)]  # a momentum of zero would move nothing
+    params[1].grad = None
+    for bad in (False, rank == 1):
+        if bad:
+            params[3].grad[0, 0] = torch.nan
         optimizer.step()
-        found.append([torch.equal(p, b) for p, b in zip(params, before, strict=True)])
-    return *found, optimizer.skipped_steps()
+        found.append(values(params))
+    return *([*map(torch.equal, found[i], found[i + 1])] for i in (0, 1)), optimizer.skipped_steps()
 
 
 def test_a_broken_gradient_leaves_all_as_it_is():

@@ -39,13 +39,14 @@ def of_steps(value, gradients):
     return value if isinstance(value, list) else [value] * len(gradients)
 
 
-def muon_reference(p, gradients, lr, momentum, weight_decay=0.0, coefficients=SIMPLE):
+def muon_reference(p, gradients, lr, momentum, weight_decay=0.0, coefficients=SIMPLE, nesterov=False):
     """Heavy ball, scale max(1, rows / columns)^0.5, decoupled decay; more dimensions are rows x the rest."""
     m = torch.zeros_like(p).flatten(1)
     for g, rate, beta in zip(gradients, of_steps(lr, gradients), of_steps(momentum, gradients), strict=True):
         m = beta * m + g.flatten(1)
+        u = g.flatten(1) + beta * m if nesterov else m
         p = p * (1 - rate * weight_decay)
-        p = p - rate * max(1, m.shape[0] / m.shape[1]) ** 0.5 * newton_schulz(m, coefficients).view_as(p)
+        p = p - rate * max(1, m.shape[0] / m.shape[1]) ** 0.5 * newton_schulz(u, coefficients).view_as(p)
     return p
 
 

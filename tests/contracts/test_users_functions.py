@@ -18,53 +18,47 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from megatron_eopt import Execution, TensorParallelAdaptiveMuon, TensorParallelMuon
 from megatron_eopt.optimizers import MarsMuon, MuonHyperball, PolarGrad, Scion
+from tests.contracts import made
+from tests.contracts.made import SHAPES, assert_near, polar, run
 from tests.distributed.ranks import run_ranks
+from tests.distributed.shards import marked, sharded
+from tests.plain.made import values
 
-SHAPES = [(8, 12), (12, 4), (6, 6)]
 SAME = {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1, "fp32_matmul_prec": "highest"}
 
 
+CUTS = [0, 1, None]  # along which dimension two ranks share a parameter
+
+
 def parameters(shapes=SHAPES):
-    generator = torch.Generator().manual_seed(0)
-    return [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+    return made.parameters(shapes, dtype=torch.float32)
 
 
-def gradients(step, shapes=SHAPES):
-    generator = torch.Generator().manual_seed(10 + step)
-    return [torch.randn(shape, generator=generator) for shape in shapes]
+def cut(tensors, rank):
+    """This rank's shards, or all where there is one rank."""
+    pairs = zip(tensors, CUTS, strict=True)
+    return [x if rank is None or dim is None else x.chunk(2, dim)[rank] for x, dim in pairs]
 
 
-def steps(opt, params, numbers, shapes=SHAPES):
-    for step in numbers:
-        for p, g in zip(params, gradients(step, shapes), strict=True):
-            p.grad = g
-        with torch.compiler.set_stance("force_eager"):
-            opt.step()
-
-
-def polar(x):
-    u, _, v = torch.linalg.svd(x, full_matrices=False)
-    return u @ v
+def steps(opt, params, numbers=range(3), rank=None):
+    per_step = made.gradients(dtype=torch.float32)
+    with torch.compiler.set_stance("force_eager"):
+        run(opt, params, [cut(per_step[number], rank) for number in numbers])
+    return values(params)
 
 
 def rms_scale(rows, cols):
     return 0.2 * max(rows, cols) ** 0.5
 
 
-def assert_near(params, expected, tolerance=1e-5):
-    for p, q in zip(params, expected, strict=True):
-        torch.testing.assert_close(p.detach(), q.detach(), rtol=tolerance, atol=tolerance)
-
-
-def after(cls, numbers, then=None, **settings):
+def after(cls, count=3, then=None, **settings):
     """Parameters after steps of theirs or ours; ``then`` changes the optimizer before those after the first."""
     params = parameters()
     opt = cls(params, **{**SAME, **settings})
-    steps(opt, params, numbers[:1])
+    steps(opt, params, range(1))
     if then is not None:
         then(opt)
-    steps(opt, params, numbers[1:])
-    return params
+    return steps(opt, params, range(1, count))
 
 
 class TheirsPolar(theirs.Muon):
@@ -106,7 +100,7 @@ class OverridesMegatrons(TensorParallelMuon):
 
 @pytest.mark.parametrize("cls", [Set, Overrides, SetMegatrons, OverridesMegatrons])
 def test_a_subclass_with_its_own_function_steps_as_with_theirs(cls):
-    assert_near(after(cls, range(3)), after(TheirsPolar, range(3)))
+    assert_near(after(cls), after(TheirsPolar), 1e-5)
 
 
 class Doubled(TensorParallelMuon):
@@ -117,20 +111,14 @@ class Doubled(TensorParallelMuon):
 
 
 def test_what_wraps_the_function_there_wraps_it_here():
-    class Theirs(theirs.Muon):
-        def __init__(self, params, **settings):
-            super().__init__(params, **settings)
-            inner = self.scaled_orthogonalize_fn
-            self.scaled_orthogonalize_fn = lambda grad: 2 * inner(grad)
-
     class Super(TensorParallelMuon):
         def scaled_orthogonalize_fn(self, grad, tp_group=None, partition_dim=None):
             return 2 * super().scaled_orthogonalize_fn(grad, tp_group, partition_dim)
 
-    settings = {"num_ns_steps": 10, "scale_mode": "unit_rms_norm", "extra_scale_factor": 0.3}
-    expected = after(Theirs, range(3), **settings)
-    assert_near(after(Doubled, range(3), **settings), expected, 1e-4)
-    assert_near(after(Super, range(3), **settings), expected, 1e-4)
+    settings = {"num_ns_steps": 10, "scale_mode": "unit_rms_norm"}
+    expected = after(theirs.Muon, **settings, extra_scale_factor=0.6)
+    for cls in (Doubled, Super):
+        assert_near(after(cls, **settings, extra_scale_factor=0.3), expected, 1e-4)
 
 
 @pytest.mark.parametrize("key", ["scaled_orthogonalize_fn", "orthogonalize_fn", "scale_factor_fn"])
@@ -144,8 +132,8 @@ def test_functions_that_are_set_between_steps_count_at_once(key):
         }[key]
 
     own = {"scaled_orthogonalize_fn": torch.sign, "orthogonalize_fn": polar, "scale_factor_fn": lambda m, n: m}[key]
-    ours = after(TensorParallelMuon, range(3), lambda opt: setattr(opt, key, own))
-    assert_near(ours, after(theirs.Muon, range(3), their_change), 1e-4)
+    ours = after(TensorParallelMuon, then=lambda opt: setattr(opt, key, own))
+    assert_near(ours, after(theirs.Muon, then=their_change), 1e-4)
 
 
 def test_each_matrix_of_a_fused_projection_comes_by_itself():
@@ -157,8 +145,7 @@ def test_each_matrix_of_a_fused_projection_comes_by_itself():
     opt.orthogonalize_fn = lambda x: seen.append(x.clone()) or polar(x)
     opt.scale_factor_fn = lambda rows, cols: 100 * rows + cols
     before = p.detach().clone()
-    p.grad = gradients(0, [(12, 5)])[0]
-    opt.step()
+    run(opt, [p], made.gradients([(12, 5)], 1, dtype=torch.float32))
     update = (0.19 * p.grad).view(2, 6, 5)
     parts = [x.reshape(-1, 5) for x in update.split([4, 1, 1], 1)]
     torch.testing.assert_close(seen, parts)
@@ -181,31 +168,31 @@ def test_relatives_take_the_function_too(cls, settings):
     """By another way the same factor: Newton-Schulz of the relative itself, and of a function in its place."""
     given = {"lr": 0.05, "fp32_matmul_prec": "highest", **settings}
     expected, params = parameters(), parameters()
-    steps(cls(expected, **given), expected, range(3))
+    steps(cls(expected, **given), expected)
     opt = cls(params, **given)
     iteration, seen = opt.orthogonalize_fn, []
     opt.orthogonalize_fn = lambda x: seen.append(tuple(x.shape)) or iteration(x)
-    steps(opt, params, range(3))
+    steps(opt, params)
     assert seen == 3 * SHAPES
-    assert_near(params, expected)
+    assert_near(params, expected, 1e-5)
 
 
 @pytest.mark.parametrize("method", ["adamuon", "normuon", "namo"])
 def test_adaptive_muon_scales_by_the_users_factor(method):
-    expected = after(TensorParallelAdaptiveMuon, range(1), extra_scale_factor=3.0, moment2_method=method)
+    expected = after(TensorParallelAdaptiveMuon, 1, extra_scale_factor=3.0, moment2_method=method)
     params = parameters()
     opt = TensorParallelAdaptiveMuon(params, **SAME, moment2_method=method)
     inner = opt.scale_factor_fn
     opt.scale_factor_fn = lambda rows, cols: 3 * inner(rows, cols)
     steps(opt, params, range(1))
-    assert_near(params, expected)
+    assert_near(params, expected, 1e-5)
     assert opt.predicted_rms(8, 12) is None
 
 
 def refused(opt, error, message):
     """The next step is refused by a message, and leaves the parameters."""
     params = opt.param_groups[0]["params"]
-    before = [p.detach().clone() for p in params]
+    before = values(params)
     with pytest.raises(error, match=message):
         steps(opt, params, range(1))
     assert_near(params, before, 0)
@@ -245,42 +232,21 @@ def test_a_groups_setting_that_a_function_takes_the_place_of_is_refused():
 
 def test_copies_and_pickles_keep_the_functions():
     opt = Set(parameters(), **SAME)
-    expected = after(Set, range(1))
+    expected = after(Set, 1)
     for each in (copy.deepcopy(opt), pickle.loads(pickle.dumps(opt))):
-        own = each.param_groups[0]["params"]
-        steps(each, own, range(1))
-        assert_near(own, expected, 0)
+        assert_near(steps(each, each.param_groups[0]["params"], range(1)), expected, 0)
 
 
 # On two ranks.
 
-CUTS = [0, 1, None]
 
-
-def shards(rank, dims=CUTS):
-    """This rank's shards of the parameters, as Megatron marks them, and what cuts the like."""
-    found = []
-    for p, dim in zip(parameters(), dims, strict=True):
-        shard = p.detach() if dim is None else p.detach().chunk(2, dim)[rank]
-        found.append(torch.nn.Parameter(shard.clone()))
-        found[-1].tensor_model_parallel, found[-1].partition_dim = dim is not None, -1 if dim is None else dim
-    return found
-
-
-def cut_gradients(rank, step):
-    return [g if dim is None else g.chunk(2, dim)[rank] for g, dim in zip(gradients(step), CUTS, strict=True)]
-
-
-GROUPS = {"gtp_remat": None, "expt_gtp_remat": None}
-
-
-def steps_of_shards(opt, params, rank, numbers):
-    for step in numbers:
-        for p, g in zip(params, cut_gradients(rank, step), strict=True):
-            p.grad = g.clone()
-        with torch.compiler.set_stance("force_eager"):
-            opt.step()
-    return [p.detach().clone() for p in params]
+def shards(rank):
+    """This rank's shards of the parameters, as Megatron marks them, and its groups."""
+    pairs = zip(cut(parameters(), rank), CUTS, strict=True)
+    of_one = {"tensor_model_parallel": False, "partition_dim": -1}
+    params = [marked(p.detach().clone(), **(of_one if dim is None else sharded(dim))) for p, dim in pairs]
+    groups = SimpleNamespace(tp=dist.group.WORLD, expt_tp=dist.group.WORLD, gtp_remat=None, expt_gtp_remat=None)
+    return params, groups
 
 
 class Recorded(TensorParallelMuon):
@@ -298,15 +264,13 @@ class Recorded(TensorParallelMuon):
 
 
 def _own_functions(rank, _):
-    groups = SimpleNamespace(tp=dist.group.WORLD, expt_tp=dist.group.WORLD, **GROUPS)
     found = {}
     for mode in ("duplicated", "auto", "blockwise"):
-        params = shards(rank)
+        params, groups = shards(rank)
         opt = Recorded(params, **SAME, pg_collection=groups, tp_mode=mode)
-        found[mode] = steps_of_shards(opt, params, rank, range(2)), opt.seen
-    params = shards(rank)
-    opt = Doubled(params, **SAME, pg_collection=groups)
-    found["wrapped"] = steps_of_shards(opt, params, rank, range(2)), []
+        found[mode] = steps(opt, params, range(2), rank), opt.seen
+    params, groups = shards(rank)
+    found["wrapped"] = steps(Doubled(params, **SAME, pg_collection=groups), params, range(2), rank), []
     # a DTensor of which a rank has no row
     row = torch.nn.Parameter(distribute_tensor(torch.ones(1, 4), init_device_mesh("cpu", (2,)), [Shard(0)]))
     opt = Recorded([row], **SAME)
@@ -323,13 +287,13 @@ def together(results, key):
 
 def test_on_two_ranks_a_function_gets_whole_matrices():
     results = run_ranks(_own_functions, 2)
-    expected = after(TheirsPolar, range(2))
+    expected = after(TheirsPolar, 2)
     for mode in ("duplicated", "auto"):
-        assert_near(together(results, mode), expected)
+        assert_near(together(results, mode), expected, 1e-5)
         assert all(of_rank[mode][1] == 2 * SHAPES for of_rank in results)
     # shards by themselves, as Megatron gives them in that mode
-    assert all(of_rank["blockwise"][1] == 2 * [(4, 12), (12, 2), (6, 6)] for of_rank in results)
-    assert_near(together(results, "wrapped"), after(Doubled, range(2)))
+    assert all(of_rank["blockwise"][1] == 2 * [(3, 4), (12, 2), (3, 5)] for of_rank in results)
+    assert_near(together(results, "wrapped"), after(Doubled, 2), 1e-5)
     for whole, seen in (of_rank["row"] for of_rank in results):
         assert seen == [(1, 4)]
         torch.testing.assert_close(whole, torch.full((1, 4), 0.995 - 0.05 * 0.4 * 0.5))
@@ -338,10 +302,9 @@ def test_on_two_ranks_a_function_gets_whole_matrices():
 def _megatrons(rank, _):
     from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon as Megatrons
 
-    groups = SimpleNamespace(tp=dist.group.WORLD, expt_tp=dist.group.WORLD, **GROUPS)
     found = []
     for cls, mode in itertools.product((Megatrons, TensorParallelMuon), ("duplicated", "blockwise")):
-        seen, params = [], shards(rank)
+        seen, (params, groups) = [], shards(rank)
         opt = cls(params, **SAME, pg_collection=groups, tp_mode=mode)
 
         def own(grad, tp_group, partition_dim=None, seen=seen):
@@ -354,7 +317,7 @@ def _megatrons(rank, _):
             return rms_scale(*whole.shape) * polar(whole).chunk(2, partition_dim)[rank]
 
         opt.scaled_orthogonalize_fn = own
-        found.append((steps_of_shards(opt, params, rank, range(2)), seen))
+        found.append((steps(opt, params, range(2), rank), seen))
     return found
 
 
@@ -363,6 +326,6 @@ def test_a_function_of_megatrons_signature():
     for of_rank in results:
         for there, here in zip(of_rank[:2], of_rank[2:], strict=True):
             assert here[1] == there[1]
-            assert_near(here[0], there[0])
-    assert results[0][2][1][:3] == [((4, 12), True, 0), ((12, 2), True, 1), ((6, 6), True, None)]
-    assert_near(together(results, 2), after(TheirsPolar, range(2)))
+            assert_near(here[0], there[0], 1e-5)
+    assert results[0][2][1][:3] == [((3, 4), True, 0), ((12, 2), True, 1), ((3, 5), True, None)]
+    assert_near(together(results, 2), after(TheirsPolar, 2), 1e-5)

@@ -23,6 +23,7 @@ from tests.optimizers.family import decays, options
 
 NAMES = ["adamw", *(row.name for row in OPTIMIZERS.values())]
 MATRIX_OPTIMIZERS = [row.name for row in OPTIMIZERS.values() if row.owns == "matrices"]
+LAYERS = ["layers.0.output.weight", "layers.1.output.weight"]
 
 
 class Model(nn.Module):
@@ -41,13 +42,16 @@ class Model(nn.Module):
             x = x + layer["output"](self.norm(x)).relu()
         return self.lm_head(x)
 
+    def loss(self):
+        tokens = torch.arange(11)
+        return cross_entropy(self(tokens), tokens.roll(1))
+
 
 def train(model, optimizer, steps=8):
-    tokens = torch.arange(11)
     losses = []
     for _ in range(steps):
         optimizer.zero_grad()
-        loss = cross_entropy(model(tokens), tokens.roll(1))
+        loss = model.loss()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
@@ -61,6 +65,11 @@ def names_of(model, group):
 
 def build(model, name, **fields):
     return build_optimizer(model, OptimizerConfig(**{"name": name, "options": options(name), "lr": 1e-2, **fields}))
+
+
+def taken(model, name="muon"):
+    """Names of the parameters that the optimizer of matrices has."""
+    return names_of(model, build(model, name).param_groups[0])
 
 
 def test_decay_is_for_matrices_without_bias_in_their_name(caplog):
@@ -93,7 +102,7 @@ def test_embeddings_and_output_layers_are_adamws(name):
     optimizer = build(model, name, muon_adam_lr=1e-3)
     matrices, embeddings, rest = optimizer.param_groups
     # a layer called output within a numbered one is none
-    assert names_of(model, matrices) == ["layers.0.output.weight", "layers.1.output.weight"]
+    assert names_of(model, matrices) == LAYERS
     assert names_of(model, embeddings) == ["embedding.weight", "lm_head.weight"]
     assert names_of(model, rest)[0] == "position_bias"
     assert [group["lr"] for group in (matrices, embeddings, rest)] == [1e-2, 1e-3, 1e-3]
@@ -120,8 +129,7 @@ def test_what_is_far_longer_than_wide_is_adamws():
     )
     model["fused"] = nn.Parameter(torch.ones(44, 4))
     model["fused"].logical_matrices = concatenated(gate=22, up=22)
-    optimizer = build(model, "muon")
-    assert names_of(model, optimizer.param_groups[0]) == ["10x100", "fused"]
+    assert taken(model) == ["10x100", "fused"]
     scion = build(nn.Sequential(nn.Linear(3, 40)), "scion")
     assert [tuple(p.shape) for p in scion.param_groups[0]["params"]] == [(40, 3)]
 
@@ -162,8 +170,7 @@ def test_an_output_layer_is_found_however_it_is_wrapped(way, name):
     model = Model()
     model.embedding = WRAPPED[way](model.embedding)
     model.lm_head = WRAPPED[way](model.lm_head)
-    taken = names_of(model, build(model, name).param_groups[0])
-    in_front = [n for n in taken if n not in ("layers.0.output.weight", "layers.1.output.weight")]
+    in_front = [n for n in taken(model, name) if n not in LAYERS]
     hidden = {"in a sequence": "0", "in a head": "dense"}.get(way)
     assert in_front == ([f"{outer}.{hidden}.weight" for outer in ("embedding", "lm_head")] if hidden else [])
 
@@ -174,27 +181,18 @@ def test_output_layers_that_a_model_says_are_adamws(getter):
     model.first, model.second = nn.Linear(8, 8), nn.Linear(8, 8)
     own = type("Own", (Model,), {getter: lambda self: (self.first, torch.compile(self.second), None)})
     asks = type("Asks", (Model,), {getter: lambda self, name: getattr(self, name)})
-    layers = ["layers.0.output.weight", "layers.1.output.weight"]
-    for cls, taken in ((own, layers), (asks, [*layers, "first.weight", "second.weight"])):
+    for cls, expected in ((own, LAYERS), (asks, [*LAYERS, "first.weight", "second.weight"])):
         its = copy.deepcopy(model)
         its.__class__ = cls
         for whole in (its, nn.ModuleDict({"inner": its})):
-            assert names_of(its, build(whole, "muon").param_groups[0]) == taken
-
-
-def test_a_number_for_each_head_is_no_matrix():
-    model = Model()
-    model.temperatures = nn.Parameter(torch.ones(4, 1, 1))
-    assert "temperatures" in names_of(model, build(model, "muon").adamw.param_groups[0])
+            assert names_of(its, build(whole, "muon").param_groups[0]) == expected
 
 
 def test_a_mark_says_what_names_do_not():
     model = Model()
     model.lm_head.weight.is_embedding_or_output_parameter = False
     model.layers[0]["output"].weight.is_embedding_or_output_parameter = True
-    optimizer = build(model, "muon")
-    assert names_of(model, optimizer.param_groups[0]) == ["layers.1.output.weight", "lm_head.weight"]
-    assert names_of(model, optimizer.adamw.param_groups[0]) == ["embedding.weight", "layers.0.output.weight"]
+    assert taken(model) == ["layers.1.output.weight", "lm_head.weight"]
 
 
 def test_declared_matrices_are_split():
@@ -210,7 +208,7 @@ def test_declared_matrices_are_split():
 def test_tied_embeddings_are_adamws():
     model = Model()
     model.lm_head.weight = model.embedding.weight
-    assert names_of(model, build(model, "muon").adamw.param_groups[0]) == ["embedding.weight"]
+    assert taken(model) == LAYERS
 
 
 def warnings_of(caplog):
@@ -219,11 +217,9 @@ def warnings_of(caplog):
 
 def test_what_multiplies_no_vectors_is_adamws():
     model = Model()
-    model.mixer = nn.Module()
-    model.mixer.A_log = nn.Parameter(torch.zeros(8, 8))
+    model.mixer = nn.ParameterDict({"A_log": torch.zeros(8, 8), "temperature_of_each_head": torch.ones(4, 1, 1)})
     model.mixer.conv1d = nn.Conv1d(8, 8, 4, groups=8)
-    taken = names_of(model, build(model, "muon").param_groups[0])
-    assert taken == ["layers.0.output.weight", "layers.1.output.weight"]
+    assert taken(model) == LAYERS
 
 
 def test_what_is_fused_by_its_name_is_warned_of(caplog):
@@ -250,9 +246,9 @@ class Pictures(nn.Module):
         self.to_pixels = nn.Conv2d(8, 3, 1)
         self.positions = nn.Parameter(torch.zeros(1, 8, 4, 4))
 
-    def forward(self, x):
-        x = self.stem(x).relu() + self.positions
-        return self.to_pixels(self.up(self.grouped(self.hidden(x).relu()) + x))
+    def loss(self):
+        x = self.stem(torch.ones(2, 6, 4, 4)).relu() + self.positions
+        return (self.to_pixels(self.up(self.grouped(self.hidden(x).relu()) + x)) - 1).square().mean()
 
 
 @pytest.mark.parametrize("name", MATRIX_OPTIMIZERS)
@@ -263,14 +259,7 @@ def test_convolutions_between_the_ends_are_matrices(name):
     shapes = [[each.shape for each in found] for found in optimizer.matrices.described_matrices(False).values()]
     assert shapes == [[(8, 72)], [(32, 8)]]  # outputs x inputs
     assert "first or last convolutions        2" in optimizer.explain()
-    x = torch.randn(2, 6, 4, 4)
-    losses = []
-    for _ in range(8):
-        optimizer.zero_grad()
-        loss = (model(x) - 1).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = train(model, optimizer)
     assert losses[-1] < losses[0]
 
 
@@ -309,7 +298,7 @@ def test_a_last_linear_map_that_may_be_the_output_is_warned_of(caplog):
 
 def test_a_decoder_that_is_one_linear_map_is_an_output_layer():
     model = nn.ModuleDict({"encoder": nn.Linear(8, 8), "decoder": nn.Linear(8, 24)})
-    assert build(model, "soap").matrices.matrices_per_step == 1
+    assert taken(model, "soap") == ["encoder.weight"]
 
 
 def test_what_is_no_model_and_what_trains_nothing_is_refused():

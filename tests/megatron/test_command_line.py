@@ -392,7 +392,7 @@ def test_megatrons_checks_take_every_optimizer(validate):
 
 def test_a_preset_that_does_not_fit_is_refused(parse):
     args = parse(*"--optimizer soap --muon-preset megatron --soap-basis-of previous".split())
-    with pytest.raises(ValueError, match="the run also says .*previous"):
+    with pytest.raises(ValueError, match=r"the run also says .*previous"):
         with_preset(args, args)
 
 

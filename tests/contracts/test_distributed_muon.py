@@ -76,7 +76,7 @@ def test_ranks_step_as_one_process_and_share_the_momenta(world_size, settings):
     expected = train(params, alone)
     kept = {}
     for results, momenta, untouched in run_ranks(on_ranks, world_size, settings):
-        assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+        assert all(map(torch.equal, results, expected))
         assert untouched
         assert not kept.keys() & momenta.keys()
         kept |= momenta
@@ -193,7 +193,7 @@ def test_a_checkpoint_goes_on_at_another_number_of_ranks():
     expected = train(*made())
     [state, values], _ = run_ranks(saved, 2, 2)
     for results in (*run_ranks(resumed, 3, state, values, 2), resumed(0, 1, state, values, 2)):
-        assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+        assert all(map(torch.equal, results, expected))
 
 
 def in_torch_checkpoint(rank, world_size, folder, load):
@@ -216,7 +216,7 @@ def test_a_checkpoint_of_torch_goes_on_at_other_sizes(tmp_path):
     expected = train(*made())
     run_ranks(in_torch_checkpoint, 2, tmp_path, False)
     for results in run_ranks(in_torch_checkpoint, 3, tmp_path, True):
-        assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+        assert all(map(torch.equal, results, expected))
 
 
 def load_what_one_rank_computes(rank, world_size, saved):

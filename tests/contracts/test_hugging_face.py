@@ -20,6 +20,12 @@ def warnings_of(caplog):
     return [record.message for record in caplog.records if record.levelno == logging.WARNING]
 
 
+def matrices_of(model, **fields):
+    """Name -> shape."""
+    found = build_optimizer(model, config(**fields)).matrices.proposed().plan.matrices
+    return {each.name: each.shape for each in found}
+
+
 class Adapted(nn.Module):
     """A linear layer with an adapter, by peft's names."""
 
@@ -134,8 +140,7 @@ def test_conv1d_is_read_as_the_linear_layer_that_it_is(name):
 
 def test_the_matrices_of_conv1d_are_those_of_its_outputs(caplog):
     with caplog.at_level(logging.INFO):
-        optimizer = build_optimizer(Block(Conv1D), config())
-    matrices = {each.name: each.shape for each in optimizer.matrices.proposed().plan.matrices}
+        matrices = matrices_of(Block(Conv1D))
     assert {name: shape for name, shape in matrices.items() if name.startswith("attn")} == {
         "attn.c_attn.weight[q]": (8, 8),
         "attn.c_attn.weight[k]": (8, 8),
@@ -148,9 +153,7 @@ def test_the_matrices_of_conv1d_are_those_of_its_outputs(caplog):
 
 def test_a_long_conv1d_is_adamws():
     def shapes(*modules):
-        return [
-            each.shape for each in build_optimizer(nn.ModuleList(modules), config()).matrices.proposed().plan.matrices
-        ]
+        return [*matrices_of(nn.ModuleList(modules)).values()]
 
     assert shapes(Conv1D(8, 8), Conv1D(4, 44)) == [(8, 8)]
     linear = type("Conv1D", (nn.Linear,), {})
@@ -250,12 +253,6 @@ class Apart(nn.Module):
         self.down_proj = nn.Parameter(torch.randn(3, hidden, inner))
         if is_transposed:
             self.is_transposed = True
-
-
-def matrices_of(model, **fields):
-    return {
-        each.name: each.shape for each in build_optimizer(model, config(**fields)).matrices.proposed().plan.matrices
-    }
 
 
 @pytest.mark.parametrize("names", [("gate_proj", "up_proj"), ("up_proj",)])

@@ -3,6 +3,8 @@
 import torch
 from torch import nn
 
+from megatron_eopt import Muon
+
 SIMPLE = [(3.4445, -4.7750, 2.0315)] * 5
 
 
@@ -57,6 +59,14 @@ def adamw_reference(p, gradients, lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=
         p = p * (1 - rate * weight_decay)
         p = p - rate * (m / (1 - betas[0] ** t)) / ((v / (1 - betas[1] ** t)).sqrt() + eps)
     return p
+
+
+def muon(*shapes, steps=0, **settings):
+    """Muon of one matrix, beside which AdamW has the other parameters, after steps; and all parameters."""
+    params = parameters(*shapes)
+    optimizer = Muon(params[:1], params[1:], **settings)
+    run(optimizer, params, gradients(params, steps))
+    return optimizer, params
 
 
 def values(params):

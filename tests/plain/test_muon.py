@@ -16,6 +16,7 @@ from tests.optimizers.field import assert_close_in_bf16
 from tests.plain.made import (
     adamw_reference,
     gradients,
+    muon,
     muon_reference,
     parameters,
     run,
@@ -110,8 +111,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_of_the_list_of_groups_is_refused(name):
-    matrix, vector = parameters((4, 4), (4,))
-    optimizer = Muon([matrix], [vector])
+    optimizer, _ = muon((4, 4), (4,))
     with pytest.raises(TypeError, match=r"add a group by add_param_group\(\)"):
         CHANGES[name](optimizer.param_groups)
 
@@ -134,8 +134,7 @@ def test_what_cannot_be_parameters_is_refused():
 
 
 def test_a_gradient_that_adamw_refuses_moves_no_matrix():
-    params = parameters((4, 4), (6, 4))
-    optimizer = Muon(params[:1], params[1:])
+    optimizer, params = muon((4, 4), (6, 4))
     before = values(params)
     params[0].grad, params[1].grad = torch.ones(4, 4), torch.ones(6, 4).to_sparse()
     with pytest.raises(ValueError, match="AdamW in Muon takes dense gradients"):
@@ -162,9 +161,7 @@ def test_a_gradient_too_large_for_adamw_skips_the_step(bad, fused):
     [("adam_lr", -1.0), ("adam_lr", torch.nan), ("lr", None), ("betas", (1.0, 0.9)), ("eps", 0), ("weight_decay", -1)],
 )
 def test_a_load_refuses_what_adamw_cannot_have(key, value):
-    params = parameters((4, 4), (3,))
-    optimizer = Muon(params[:1], params[1:])
-    run(optimizer, params, gradients(params, 1))
+    optimizer, _ = muon((4, 4), (3,), steps=1)
     before = copy.deepcopy(optimizer.state_dict())
     state = copy.deepcopy(before)
     state["param_groups"][1][key] = value
@@ -175,9 +172,7 @@ def test_a_load_refuses_what_adamw_cannot_have(key, value):
 
 @pytest.mark.parametrize("key", ["lr", "betas", "amsgrad", "adam_lr_at"])
 def test_a_setting_that_a_state_lacks_is_adamws_present_one(key):
-    params = parameters((4, 4), (3,))
-    optimizer = Muon(params[:1], params[1:], adam_lr=0.3)
-    run(optimizer, params, gradients(params, 1))
+    optimizer, params = muon((4, 4), (3,), steps=1, adam_lr=0.3)
     state = copy.deepcopy(optimizer.state_dict())
     present = state["param_groups"][1].pop(key)
     optimizer.load_state_dict(state)
@@ -239,17 +234,13 @@ def test_each_group_steps_by_the_rate_that_was_set_for_it(given):
 
 def test_a_rate_that_falls_to_adamws_leaves_that_alone():
     """Also in a run that is resumed where the two are equal, and until all rates are set."""
-
-    def made():
-        a, vector = params = parameters((4, 4), (4,))
-        return Muon([a], [vector], lr=4e-3, adam_lr=1e-3), params
-
-    optimizer, params = made()
+    settings = {"lr": 4e-3, "adam_lr": 1e-3}
+    optimizer, params = muon((4, 4), (4,), **settings)
     for rate in (2e-3, 1e-3):
         optimizer.param_groups[0]["lr"] = rate
         run(optimizer, params, gradients(params, 1))
         assert rates(optimizer) == [rate, 1e-3]
-    resumed, others = made()
+    resumed, others = muon((4, 4), (4,), **settings)
     resumed.load_state_dict(optimizer.state_dict())
     for each, some in ((optimizer, params), (resumed, others)):
         run(each, some, gradients(some, 1))
@@ -314,9 +305,8 @@ def test_a_schedule_of_each_group_is_followed_as_in_torch(name):
 
 
 def test_a_state_of_torchs_muon_is_refused_by_name():
-    matrix, embedding = parameters((4, 4), (6, 4))
-    torchs = torch.optim.Muon([torch.nn.Parameter(torch.ones(4, 4))])
-    optimizer = Muon([matrix], [embedding])
+    torchs = torch.optim.Muon(parameters((4, 4)))
+    optimizer, _ = muon((4, 4), (6, 4))
     with pytest.raises(ValueError, match=r"a state of torch\.optim\.Muon, .*: TensorParallelMuon loads it"):
         optimizer.load_state_dict(torchs.state_dict())
 

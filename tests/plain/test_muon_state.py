@@ -14,18 +14,17 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim.lr_scheduler import OneCycleLR
 
 from megatron_eopt.optimizers.with_adamw import Muon
-from tests.plain.made import assert_same, gradients, parameters, run, values
+from tests.plain.made import assert_same, gradients, muon, parameters, run, values
 
 
 @pytest.mark.parametrize("rates", [0.04, [0.04, 0.01]])
 def test_a_scheduler_that_sets_first_rates_leaves_adamws(rates):
-    params = parameters((4, 4), (4,))
-    optimizer = Muon(params[:1], params[1:], lr=0.02, adam_lr=0.005)
+    optimizer, params = muon((4, 4), (4,), lr=0.02, adam_lr=0.005)
     scheduler = OneCycleLR(optimizer, rates, total_steps=10)
     for of_step in gradients(params, 9):
         run(optimizer, params, [of_step])
-        muon, adam = (group["lr"] for group in optimizer.param_groups)
-        assert adam == pytest.approx(muon / 4)
+        rate, of_adamw = (group["lr"] for group in optimizer.param_groups)
+        assert of_adamw == pytest.approx(rate / 4)
         scheduler.step()
 
 
@@ -33,11 +32,11 @@ def test_torchs_checkpoints_make_no_step_of_a_fresh_optimizer():
     (model, optimizer), (other, fresh) = of_a_model(), of_a_model()
     before = values(model.parameters())
     get_optimizer_state_dict(model, optimizer)
-    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+    assert all(map(torch.equal, model.parameters(), before))
     assert [optimizer.state[layer.bias]["step"] for layer in model] == [0, 0]
     for each, its in ((model, optimizer), (other, fresh)):
         step_of_ones(each, its)
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
 
 
 def without_step(state):
@@ -56,9 +55,7 @@ UNFIT = [
 
 @pytest.mark.parametrize(("matrices", "rest", "damage", "message"), UNFIT)
 def test_a_state_that_does_not_fit_changes_nothing(matrices, rest, damage, message):
-    params = parameters((4, 4), (4,))
-    optimizer = Muon(params[:1], params[1:])
-    run(optimizer, params, gradients(params, 2))
+    optimizer, params = muon((4, 4), (4,), steps=2)
     kept = copy.deepcopy(optimizer.state_dict())
     state = copy.deepcopy(Muon(parameters(*matrices), parameters(*rest)).state_dict())
     if damage is not None:
@@ -71,12 +68,12 @@ def test_a_state_that_does_not_fit_changes_nothing(matrices, rest, damage, messa
     resumed.load_state_dict(copy.deepcopy(kept))
     run(optimizer, params, gradients(params, 1))
     run(resumed, others, gradients(params, 1))
-    assert all(torch.equal(p, other) for p, other in zip(params, others, strict=True))
+    assert all(map(torch.equal, params, others))
 
 
 def test_loops_over_the_state_may_replace_its_tensors():
     """To the host and back, as frameworks of reinforcement learning do."""
-    (optimizer, params), (other, copies), (scaled, others) = (named("a.weight", "b.weight") for _ in range(3))
+    (optimizer, params), (other, copies), (scaled, others) = (muon((4, 4), (4,), (4,), steps=2) for _ in range(3))
     entries = sum(v.numel() for state in optimizer.state.values() for v in state.values())
     assert entries == 4 * 4 + 2 * (2 * 4 + 1)
     for each, factor in ((other, 1), (scaled, 3)):
@@ -86,13 +83,13 @@ def test_loops_over_the_state_may_replace_its_tensors():
     before = optimizer.adamw.state[params[1]]["exp_avg"].clone()
     for each, its in ((optimizer, params), (other, copies), (scaled, others)):
         run(each, its, gradients(its, 1, seed=3))
-    assert all(torch.equal(p, q) for p, q in zip(params, copies, strict=True))
+    assert all(map(torch.equal, params, copies))
     difference = scaled.adamw.state[others[1]]["exp_avg"] - optimizer.adamw.state[params[1]]["exp_avg"]
     torch.testing.assert_close(difference, 0.9 * 2 * before)
 
 
 def test_asking_for_state_makes_none_as_in_torch():
-    optimizer, (matrix, vector) = named("a.weight")
+    optimizer, (matrix, vector) = muon((4, 4), (4,), steps=2)
     other = nn.Parameter(torch.zeros(2))
     assert [p in optimizer.state for p in (matrix, vector, other)] == [True, True, False]
     assert optimizer.state.get(other) is None
@@ -110,21 +107,12 @@ def test_messages_name_the_class_that_users_built():
         Muon([matrix], [vector], lr=-1.0)
     with pytest.raises(ValueError, match=r"^Muon orthogonalizes matrices"):
         Muon([matrix, vector], [])
-    optimizer = Muon([matrix], [vector])
+    optimizer, _ = muon((4, 4), (4,))
     state = copy.deepcopy(optimizer.state_dict())
     state["state"][0]["momentum"] = state["state"][0].pop("momentum_buffer")
     with pytest.raises(ValueError, match=r"^Muon needs 'momentum_buffer'"):
         optimizer.load_state_dict(state)
     assert type(pickle.loads(pickle.dumps(optimizer)).matrices) is type(optimizer.matrices)
-
-
-def named(*names, **settings):
-    """Muon whose AdamW has vectors of these names, after two steps."""
-    matrix, *vectors = params = parameters((4, 4), *[(4,)] * len(names))
-    rest = list(zip(names, vectors, strict=True)) if all(names) else vectors
-    optimizer = Muon([matrix], rest, **settings)
-    run(optimizer, params, gradients(params, 2))
-    return optimizer, params
 
 
 def of_a_model(frozen=False):
@@ -151,7 +139,7 @@ def test_adamws_state_goes_by_names_of_the_model(frozen, flat):
     set_optimizer_state_dict(other, its_optimizer, saved, options=options)
     step_of_ones(model, optimizer)
     step_of_ones(other, its_optimizer)
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
     assert its_optimizer.adamw.state[other[0].bias]["step"] == 2
 
 

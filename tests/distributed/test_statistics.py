@@ -37,74 +37,51 @@ def crossing(name, ranks, of_rows, of_columns, norm):
     return of_rows * rows + of_columns * columns + (norm and name != "whole")
 
 
-CHOICES = [(True, True, True), (True, False, False), (False, True, True), (False, False, False)]
-
-
 def matrix_of(index, factor=1.0, dtype=torch.float32):
     return (drawn((ROWS, COLS), index) * factor + 0.1 * factor).to(dtype)
 
 
-def check(found, x, rectangle, choice):
-    of_rows, of_columns, norm = choice
+NAMES = ("row_squares", "column_squares", "squared_norm")
+
+
+def check(found, x, rectangle, names):
     squares = x.double().square()
-    for asked, actual, expected in (
-        (of_rows, found.get("row_squares"), squares.mean(1)[rectangle.top : rectangle.bottom]),
-        (of_columns, found.get("column_squares"), squares.mean(0)[rectangle.left : rectangle.right]),
-        (norm, found.get("squared_norm"), squares.sum()),
-    ):
-        assert (actual is not None) == asked
-        if asked:
-            torch.testing.assert_close(actual.double(), expected, rtol=1e-6, atol=1e-6 * float(squares.max()))
-    if norm:
-        assert (found["squared_norm"].dtype, found["squared_norm"].shape) == (torch.float64, ())
+    of_whole = squares.mean(1)[rectangle.top : rectangle.bottom], squares.mean(0)[rectangle.left : rectangle.right]
+    expected = dict(zip(NAMES, (*of_whole, squares.sum()), strict=True))
+    assert found.keys() == set(names)
+    for name in names:
+        tolerance = {"rtol": 1e-6, "atol": 1e-6 * float(squares.max())}
+        torch.testing.assert_close(found[name].double(), expected[name], **tolerance)
+    assert "squared_norm" not in names or found["squared_norm"].dtype == torch.float64
 
 
 def on_ranks(rank, ranks):
-    group = dist.group.WORLD
+    groups = {"tp": dist.group.WORLD}
     matrices = [Matrix(name, (ROWS, COLS), rectangles) for name, rectangles in layouts(ranks).items()]
-    for choice in CHOICES:
-        names = ("row_squares", "column_squares", "squared_norm")
-        chosen = dict(zip(names, choice, strict=True))
-        cases = [
-            (matrix, matrix_of(index, factor, dtype))
-            for index, matrix in enumerate(matrices)
-            for factor, dtype in ((1.0, torch.float32), (1e-25, torch.float32), (1e6, torch.bfloat16))
-            if not (any(choice[:2]) and factor == 1e-25)  # a mean in fp32 has no 1e-50
-        ]
-        wanted = [
-            StatisticsRequest(matrix=matrix, x=part_of(x, matrix.rectangles[rank]), **chosen) for matrix, x in cases
-        ]
-        counters.reset()
-        found = statistics_of(wanted, {"tp": group})
-        for (matrix, x), statistics in zip(cases, found, strict=True):
-            check(statistics, x, matrix.rectangles[rank], choice)
-        numbers = sum(crossing(matrix.name, ranks, *choice) for matrix, _ in cases)
-        if numbers:
-            assert counters.calls == {"all_reduce": 1}
-            assert counters.bytes == {"all_reduce": -(-2 * (ranks - 1) * 8 * numbers // ranks)}
-        else:
-            assert not counters.calls
-
-        # one matrix that is not finite leaves the others as they are
-        index = next(index for index, (matrix, _) in enumerate(cases) if matrix.name == "rows")
-        if wanted[index].x.numel() and rank == 0:
-            wanted[index].x[0, 0] = torch.nan
-        again = statistics_of(wanted, {"tp": group})
-        if choice[2]:
-            assert again[index]["squared_norm"].isnan()
-            assert all(
-                torch.equal(a["squared_norm"], b["squared_norm"])
-                for a, b in zip(again[index + 1 :], found[index + 1 :], strict=True)
-            )
-    inner_products(matrices, rank)
-    return [each["squared_norm"] for each in statistics_of(norms(matrices, rank), {"tp": group})]
-
-
-def norms(matrices, rank):
-    return [
-        StatisticsRequest(matrix=matrix, x=part_of(matrix_of(0), matrix.rectangles[rank]), squared_norm=True)
-        for matrix in matrices
+    # a mean in fp32 has no 1e-50
+    cases = [(NAMES, 1.0, torch.float32), (NAMES, 1e6, torch.bfloat16), (NAMES[2:], 1e-25, torch.float32)]
+    cases += [((name,), 1.0, torch.float32) for name in NAMES]
+    xs = [(m, matrix_of(i, *of_x), names) for i, m in enumerate(matrices) for names, *of_x in cases]
+    wanted = [
+        StatisticsRequest(matrix=m, x=part_of(x, m.rectangles[rank]), **dict.fromkeys(names, True))
+        for m, x, names in xs
     ]
+    counters.reset()
+    found = statistics_of(wanted, groups)
+    for (matrix, x, names), statistics in zip(xs, found, strict=True):
+        check(statistics, x, matrix.rectangles[rank], names)
+    numbers = sum(crossing(m.name, ranks, *(name in names for name in NAMES)) for m, _, names in xs)
+    assert counters.calls == {"all_reduce": 1}
+    assert counters.bytes == {"all_reduce": -(-2 * (ranks - 1) * 8 * numbers // ranks)}
+    # one matrix that is not finite leaves the others as they are
+    if wanted[0].x.numel() and rank == 0:
+        wanted[0].x[0, 0] = torch.nan
+    first, *others = statistics_of(wanted, groups)
+    assert first["squared_norm"].isnan()
+    for other, before in zip(others, found[1:], strict=True):
+        assert all(torch.equal(x, before[name]) for name, x in other.items())
+    inner_products(matrices, rank)
+    return [each["squared_norm"] for each in found if "squared_norm" in each]
 
 
 def inner_products(matrices, rank):

@@ -6,7 +6,7 @@ import logging
 import pytest
 import torch
 
-from tests.optimizers.family import ELEMENTWISE, build, having
+from tests.optimizers.family import ELEMENTWISE, build, having, take
 from tests.optimizers.several import parameters as of_shapes
 
 RELATIVES = having("momentum_dtype")
@@ -20,36 +20,21 @@ def parameters(dtype=torch.float32):
     return of_shapes(SHAPES, dtype)
 
 
-def gradients(step, shapes=SHAPES):
+def gradients(step):
+    """Those that ``take`` gives."""
     generator = torch.Generator().manual_seed(100 + step)
-    return [torch.randn(shape, generator=generator) for shape in shapes]
-
-
-def take(optimizer, steps):
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    for step in steps:
-        for p, g in zip(params, gradients(step, [p.shape for p in params]), strict=True):
-            p.grad = g.to(p.dtype)
-        optimizer.step()
-
-
-def momentum(state):
-    return state[MOMENTUM]
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
 
 
 def momenta(optimizer):
-    return [momentum(state) for state in optimizer.state.values()]
-
-
-def dtypes(optimizer):
-    return {state[MOMENTUM].dtype for state in optimizer.state.values()}
+    return [state[MOMENTUM] for state in optimizer.state.values()]
 
 
 @relatives
 def test_the_state_takes_half_the_bytes(name):
     wide, narrow = build(name, parameters()), build(name, parameters(), momentum_dtype=BF16)
     for optimizer in (wide, narrow):
-        take(optimizer, range(2))
+        take(optimizer, 2)
     assert {m.dtype for m in momenta(narrow)} == {BF16}
     assert 2 * sum(m.nbytes for m in momenta(narrow)) == sum(m.nbytes for m in momenta(wide))
     for p, q in zip(wide.param_groups[0]["params"], narrow.param_groups[0]["params"], strict=True):
@@ -62,11 +47,11 @@ def test_the_first_update_is_that_of_a_momentum_in_fp32(name):
     """It is of the average before that is rounded."""
     wide, narrow = build(name, parameters()), build(name, parameters(), momentum_dtype=BF16)
     for optimizer in (wide, narrow):
-        take(optimizer, range(1))
+        take(optimizer, 1)
     for p, q in zip(wide.state, narrow.state, strict=True):
         assert torch.equal(p, q)
-    take(wide, range(1, 2))
-    take(narrow, range(1, 2))
+    for optimizer in (wide, narrow):
+        take(optimizer, 1, start=1)
     assert not all(torch.equal(p, q) for p, q in zip(wide.state, narrow.state, strict=True))
 
 
@@ -78,7 +63,7 @@ def test_the_error_of_a_momentum_is_bounded(beta):
     bound = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
     errors = []
     for step in range(150):
-        take(optimizer, [step])
+        take(optimizer, 1, step)
         for i, (g, m) in enumerate(zip(gradients(step), momenta(optimizer), strict=True)):
             exact[i] = beta * exact[i] + (1 - beta) * g.double()
             # what was rounded is the momentum but for one rounding
@@ -92,7 +77,7 @@ def test_the_error_of_a_momentum_is_bounded(beta):
 @pytest.mark.parametrize(("was", "now"), [(None, BF16), (BF16, None)])
 def test_a_state_of_the_other_kind_is_converted_and_that_is_said(was, now, caplog):
     first = build("muon", parameters(), momentum_dtype=was)
-    take(first, range(3))
+    take(first, 3)
     second = build("muon", parameters(), momentum_dtype=now)
     with caplog.at_level(logging.WARNING):
         second.load_state_dict(copy.deepcopy(first.state_dict()))
@@ -101,7 +86,7 @@ def test_a_state_of_the_other_kind_is_converted_and_that_is_said(was, now, caplo
     assert [record.getMessage() for record in caplog.records] == [said]
     for m, other in zip(momenta(second), momenta(first), strict=True):
         assert torch.equal(m, other.to(dtypes[1]))
-    take(second, range(3, 5))
+    take(second, 2, start=3)
     assert second.param_groups[0].get("momentum_steps") == {None: 3, BF16: 2}[now]
 
 

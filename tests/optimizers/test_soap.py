@@ -11,16 +11,14 @@ from tests.optimizers.several import gradients_of, parameters, run, set_gradient
 from tests.optimizers.soap_reference import SETTINGS, SHAPES, reference_steps
 
 
-def follows(steps=20, dtype=torch.float32, shapes=SHAPES, tolerance=1e-6, **settings):
+def follows(shapes, dtype=torch.float32, tolerance=1e-6, **settings):
     params = parameters(shapes, dtype)
-    before, optimizer = copy.deepcopy(params), SOAP(params, **settings)
-    gradients = gradients_of(optimizer, params, range(steps))
+    before, gradients = copy.deepcopy(params), gradients_of(SOAP(params, **settings), params, range(20))
     for p, first, seen in zip(params, before, gradients, strict=True):
         expected = reference_steps(first, seen, **settings)
         assert p.dtype == dtype
         assert (p.detach().double() - first.double()).abs().sum() > 0.01 or not p.numel()
         torch.testing.assert_close(p.detach().double(), expected, rtol=tolerance, atol=tolerance)
-    return optimizer
 
 
 VARIANTS = [
@@ -48,19 +46,14 @@ VARIANTS = [
 
 
 @pytest.mark.parametrize("settings", VARIANTS, ids=str)
-def test_twenty_steps_of_fp64_parameters_follow_the_formula(settings):
+def test_twenty_steps_follow_the_formula(settings):
     # without correction the first factor is rounded, and so is the basis of what the first gradient does not span
     shapes = SHAPES if settings.get("correct_bias", True) else [(5, 5), (5,), (), (0, 3)]
     follows(shapes=shapes, dtype=torch.float64, tolerance=1e-7, **{**SETTINGS, "eps": 1e-6, **settings})
-
-
-@pytest.mark.parametrize("settings", VARIANTS, ids=str)
-def test_twenty_steps_follow_the_formula(settings):
     # of shapes whose first gradients span both sides: a basis of what they do not span is another one in fp32
     shapes = [(5, 5), (9, 4), (4, 9), (5,), (), (0, 3)]
     # current gradients are diagonal in their own basis, and a large eps hides the rounding beside the diagonal
-    eps = 1.0 if "basis_of" in settings else 1e-2
-    follows(shapes=shapes, **{**SETTINGS, "eps": eps, "max_dim": 5, **settings})
+    follows(shapes=shapes, **{**SETTINGS, "eps": 1.0 if "basis_of" in settings else 1e-2, "max_dim": 5, **settings})
 
 
 @pytest.mark.parametrize(

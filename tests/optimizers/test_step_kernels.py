@@ -75,10 +75,8 @@ RELATIVES = {
     "polargrad, l2": ("polargrad", {"nesterov": True, "weight_decay": 0.1, "weight_decay_method": "l2"}),
 }
 SIZED = ("polargrad", "polargrad, looking ahead", "muon_hyperball", "mars_muon")  # by what whole matrices have
-ROOTS = (
-    "adamuon",
-    "adamuon, not aligned",
-)  # whose square roots a CPU does not round to nearest, as kernels and GPUs do
+# Whose square roots a CPU does not round to nearest, or whose sums of a line it takes in another order, unlike a GPU.
+ROOTS = ("adamuon", "adamuon, not aligned", "normuon")
 
 
 @without_triton
@@ -111,9 +109,14 @@ def stepped(optimizer, parameters, steps=STEPS, dtype=None):
     return [*(p.detach() for p in parameters), *state]
 
 
-def both(make, **more):
-    """What both forms leave: ``make(form)`` returns an optimizer and its parameters."""
-    by_torch, by_triton = (stepped(*make(form), **more) for form in ("torch", "triton"))
+def both(row, params=of_shapes, on=masking, groups=list, more=None, **settings):
+    """What both forms leave of an optimizer's steps."""
+    left = []
+    for form in ("torch", "triton"):
+        parameters = params()
+        optimizer = on(build(row, groups(parameters), step_kernels=form, **settings))
+        left.append(stepped(optimizer, parameters, **(more or {})))
+    by_torch, by_triton = left
     assert len(by_torch) == len(by_triton)
     return list(zip(by_torch, by_triton, strict=True))
 
@@ -133,15 +136,10 @@ def assert_equal(pairs, rooted=False):
 
 
 @interpreted
-@pytest.mark.parametrize("flagged", [False, True], ids=["on a CPU", "with a flag"])
+@pytest.mark.parametrize("on", [lambda optimizer: optimizer, masking], ids=["on a CPU", "with a flag"])
 @pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
-def test_steps_are_those_of_torch(dtype, flagged):
-    def make(form):
-        parameters = of_shapes(dtype)
-        optimizer = TensorParallelMuon(parameters, lr=0.02, execution=Execution(step_kernels=form))
-        return masking(optimizer) if flagged else optimizer, parameters
-
-    assert_equal(both(make))
+def test_steps_are_those_of_torch(dtype, on):
+    assert_equal(both("muon", lambda: of_shapes(dtype), on))
 
 
 @pytest.mark.wide
@@ -149,46 +147,22 @@ def test_steps_are_those_of_torch(dtype, flagged):
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_settings_have_the_same_effect(variant, dtype):
-    def make(form):
-        parameters = of_shapes(dtype)
-        return masking(build("muon", parameters, lr=0.02, step_kernels=form, **VARIANTS[variant])), parameters
-
-    assert_equal(both(make))
+    assert_equal(both("muon", lambda: of_shapes(dtype), **VARIANTS[variant]))
 
 
 @interpreted
-@pytest.mark.parametrize("name", RELATIVES)
-def test_relatives_take_the_same_steps(name):
-    row, more = RELATIVES[name]
-
-    def make(form):
-        parameters = of_shapes()
-        return masking(build(row, parameters, step_kernels=form, **more)), parameters
-
-    assert_equal(both(make), rooted=name in ROOTS)
-
-
-@interpreted
-@pytest.mark.parametrize("name", SIZED)
-def test_norms_and_products_in_bf16_are_those_of_torch(name):
-    row, more = RELATIVES[name]
-
-    def make(form):
-        parameters = of_shapes(BF16)
-        return masking(build(row, parameters, step_kernels=form, **more)), parameters
-
-    assert_equal(both(make))
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, torch.float32) for name in RELATIVES), *((name, BF16) for name in SIZED)]
+)
+def test_relatives_take_the_same_steps(name, dtype):
+    row, settings = RELATIVES[name]
+    assert_equal(both(row, lambda: of_shapes(dtype), **settings), rooted=name in ROOTS)
 
 
 @interpreted
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_nuclear_norms_are_of_momenta_as_they_are_kept(nesterov):
-    def make(form):
-        parameters = of_shapes()
-        more = {"nesterov": nesterov, "momentum_dtype": BF16, "lr": 0.1}
-        return masking(build("polargrad", parameters, step_kernels=form, **more)), parameters
-
-    pairs = both(make)
+    pairs = both("polargrad", nesterov=nesterov, momentum_dtype=BF16, lr=0.1)
     starts = of_shapes()
     for start, (expected, found) in zip(starts, pairs, strict=False):
         step = (expected - start).norm()
@@ -198,27 +172,25 @@ def test_nuclear_norms_are_of_momenta_as_they_are_kept(nesterov):
 
 @interpreted
 def test_heavy_balls_of_more_dimensions_take_the_same_steps():
-    def make(form):
+    left = []
+    for form in ("torch", "triton"):
         parameters = of_shapes(shapes=[(6, 3, 2, 2), (20, 12)])
-        return HeavyBallMuon(
-            parameters, lr=0.02, weight_decay=0.1, nesterov=form is not None, execution=Execution(step_kernels=form)
-        ), parameters
+        optimizer = HeavyBallMuon(parameters, lr=0.02, weight_decay=0.1, execution=Execution(step_kernels=form))
+        left.append(stepped(optimizer, parameters))
+    assert_equal(zip(*left, strict=True))
 
-    assert_equal(both(make))
+
+def lying_otherwise():
+    transposed, apart = (p.detach() for p in of_shapes(BF16, [(12, 20), (24, 24)]))
+    parameters = [nn.Parameter(transposed.T), nn.Parameter(apart[::2, ::2])]
+    return [*parameters, *of_shapes(shapes=[(0, 5), (1, 5), (3, 1100), (1100, 3)])]
 
 
 @interpreted
 @pytest.mark.parametrize(("dtype", "method"), [(None, "none"), *((torch.float32, each) for each in ("none", *METHODS))])
 def test_gradients_may_be_wider_and_lie_otherwise(dtype, method):
-    def make(form):
-        narrow = of_shapes(BF16, [(12, 20), (24, 24)])
-        parameters = [nn.Parameter(narrow[0].detach().T), nn.Parameter(narrow[1].detach()[::2, ::2])]
-        parameters += of_shapes(shapes=[(0, 5), (1, 5), (3, 1100), (1100, 3)])
-        return TensorParallelMuon(
-            parameters, lr=0.02, execution=Execution(step_kernels=form), moment2_method=method
-        ), parameters
-
-    assert_equal(both(make, dtype=dtype), rooted=method in ROOTS)
+    pairs = both("muon", lying_otherwise, lr=0.02, more={"dtype": dtype}, moment2_method=method)
+    assert_equal(pairs, rooted=method in ROOTS)
 
 
 @interpreted
@@ -286,18 +258,6 @@ LOGICAL = {
 }
 
 
-def logical(name, row="muon", **settings):
-    """What makes an optimizer, in a form, for a parameter of several logical matrices and one of a single one."""
-    shape, split = LOGICAL[name]
-
-    def make(form):
-        parameters = of_shapes(shapes=[shape, (12, 8)])
-        setattr(parameters[0], ATTRIBUTE, split)
-        return build(row, parameters, lr=0.02, step_kernels=form, **settings), parameters
-
-    return make
-
-
 BY_TORCH = {
     "muon": ("muon", {}),
     "bf16 momenta": ("muon", {"momentum_dtype": BF16}),
@@ -311,44 +271,43 @@ BY_TORCH = {
 @pytest.mark.parametrize("of", BY_TORCH)
 @pytest.mark.parametrize("name", LOGICAL)
 def test_logical_matrices_take_the_same_steps(name, of):
-    row, more = BY_TORCH[of]
-    # a CPU sums squares of a line in another order where matrices lie apart
-    assert_equal(both(logical(name, row, **more)), rooted=of in (*ROOTS, "normuon"))
+    (row, settings), (shape, split) = BY_TORCH[of], LOGICAL[name]
+
+    def params():
+        several, single = of_shapes(shapes=[shape, (12, 8)])
+        setattr(several, ATTRIBUTE, split)
+        return [several, single]
+
+    assert_equal(both(row, params, **settings), rooted=of in ROOTS)
 
 
 @interpreted
 @pytest.mark.parametrize("method", ["none", *METHODS])
 def test_groups_have_their_own_settings(method):
-    def make(form):
-        a, b, c, d = of_shapes()
-        groups = [{"params": [a, c], "nesterov": False, "lr": 0.5}, {"params": [b], "extra_scale_factor": 0.3}]
-        groups.append(
-            {"params": [d], "weight_decay": 0.2, "weight_decay_method": "palm", "momentum": 0.5, "beta2": 0.3}
-        )
-        if method == "none":
-            del groups[-1]["beta2"]
-        return TensorParallelMuon(groups, lr=0.02, execution=Execution(step_kernels=form), moment2_method=method), [
-            a,
-            b,
-            c,
-            d,
+    def groups(parameters):
+        a, b, c, d = parameters
+        own = {"weight_decay": 0.2, "weight_decay_method": "palm", "momentum": 0.5}
+        own |= {} if method == "none" else {"beta2": 0.3}
+        return [
+            {"params": [a, c], "nesterov": False, "lr": 0.5},
+            {"params": [b], "extra_scale_factor": 0.3},
+            {"params": [d], **own},
         ]
 
-    assert_equal(both(make), rooted=method in ROOTS)
+    assert_equal(both("muon", groups=groups, lr=0.02, moment2_method=method), rooted=method in ROOTS)
 
 
 @interpreted
 @pytest.mark.parametrize("name", ["muon", "adamuon", "normuon", *SIZED])
 def test_rates_may_be_tensors_as_in_a_captured_step(name):
-    row, more = RELATIVES.get(name, (name, {}))
+    row, settings = RELATIVES.get(name, (name, {}))
     l2 = {} if row == "muon_hyperball" else {"weight_decay": 0.3, "weight_decay_method": "l2"}
 
-    def make(form):
-        parameters = of_shapes()
-        groups = [{"params": parameters[:2]}, {"params": parameters[2:], **l2}]
-        return captured(build(row, groups, **{"lr": 0.1, "step_kernels": form, **more})), parameters
+    def groups(parameters):
+        return [{"params": parameters[:2]}, {"params": parameters[2:], **l2}]
 
-    assert_equal(both(make, steps=2), rooted=name in ROOTS)
+    pairs = both(row, on=captured, groups=groups, more={"steps": 2}, **{"lr": 0.1, **settings})
+    assert_equal(pairs, rooted=name in ROOTS)
 
 
 @interpreted

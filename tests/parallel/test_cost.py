@@ -16,7 +16,7 @@ from megatron_eopt.parallel.cost import (
 )
 from megatron_eopt.parallel.plan import make_plan
 from megatron_eopt.parallel.plan_records import Bucket, Plan
-from tests.parallel.plans import QUINTIC, WORK, WORKS, matrices, modes, some, work_of, works
+from tests.parallel.plans import QUINTIC, WORK, matrices, modes, some, work_of, works
 
 DENSE = work_of(QUINTIC, Products())
 # The largest of Llama-3 70B: hidden 8192, ffn 28672, cut along the long side over 8 ranks.
@@ -26,10 +26,6 @@ N, M, T = 8192, 28672, 8
 def rank_cost(plan, bucket, rank, work):
     """By itself, and not with those of equals."""
     return cost_of(bucket_flops(plan, bucket, rank, work), bucket_traffic(plan, bucket, rank, work))
-
-
-# One segment, without a restart.
-ONCE = work_of("cubic5")
 
 
 def planned(count, scheme, compute_ranks=(), *args, **settings):
@@ -59,33 +55,6 @@ def test_a_matrix_of_llama_3_70b(scheme, work, itemsize, count, compute_ranks, e
     flops, sent = of_llama(scheme, work, itemsize, count, compute_ranks)
     assert flops == pytest.approx(expected[0], rel=5e-3)
     assert sent == pytest.approx(expected[1], rel=5e-3, abs=0.5)
-
-
-def test_operations_are_the_formulas():
-    """With n short and m long, over T ranks; standard 20 n^2 m + 10 n^3, Gram with symmetric products 6 and 14."""
-    n, m, ranks = 64, 256, 4
-    n2m, n3 = n**2 * m, n**3
-    expected = {
-        ("duplicated", DENSE): 20 * n2m + 10 * n3,
-        ("duplicated", WORK): 6 * n2m + 14 * n3,
-        ("distributed", DENSE): 20 * n2m / ranks + 10 * n3,
-        ("gram_replicated", WORK): 6 * n2m / ranks + 14 * n3,
-    }
-    for (scheme, work), flops in expected.items():
-        plan = planned(3, scheme, (), (n, m), 1, ranks)
-        assert [bucket_flops(plan, plan.buckets[0], rank, {"": work}) for rank in range(ranks)] == [3 * flops] * ranks
-    split = planned(3, "gram_split", (0, 1, 3), (n, m), 1, ranks)
-    on_rank = [bucket_flops(split, split.buckets[0], rank, WORKS) for rank in range(ranks)]
-    assert on_rank == [3 * 6 * n2m / ranks + owned * 14 * n3 for owned in (1, 1, 0, 1)]
-    once = planned(1, "gram_replicated", (), (n, m), 1, ranks)
-    assert bucket_flops(once, once.buckets[0], 0, {"": ONCE}) == 3 * n2m / ranks + 12 * n3
-    # cut along the short side, the Gram matrix is that of the long one
-    long = planned(1, "distributed", (), (n, m), 0, ranks)
-    assert bucket_flops(long, long.buckets[0], 0, {"": DENSE}) == 20 * m**2 * n / ranks + 10 * m**3
-    owner = planned(3, "owner", (2, 0, 2), (n, m), 1, ranks)
-    assert [bucket_flops(owner, owner.buckets[0], rank, WORKS) / whole_flops((n, m), WORK) for rank in range(4)] == [
-        1, 0, 2, 0,
-    ]  # fmt: skip
 
 
 def test_a_whole_matrix_takes_the_cheaper_form_that_may_run():

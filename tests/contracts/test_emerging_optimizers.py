@@ -12,6 +12,7 @@ import torch
 import megatron_eopt
 from megatron_eopt import orthogonalize
 from megatron_eopt.step.users_functions import HOOKS_OF_OTHERS
+from tests.optimizers import several
 
 PLAIN = {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1, "nesterov": False, "fp32_matmul_prec": "highest"}
 SCION = {"lr": 0.01, "momentum": 0.9, "fp32_matmul_prec": "highest", "spectral_radius": 2.0}
@@ -32,18 +33,13 @@ REFUSED = ("hyperball", "soap")  # states that are other numbers here
 
 def stepped(optimizer, parameters, numbers):
     with torch.compiler.set_stance("force_eager"):
-        for step in numbers:
-            for index, p in enumerate(parameters):
-                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * step + index))
-            optimizer.step()
+        several.run(optimizer, parameters, numbers)
 
 
 def made(name):
     theirs, ours, both, own = PAIRS[name]
-    generator = torch.Generator().manual_seed(0)
     shape = (5, 5) if name == "soap" else (6, 4)  # sides that gradients span
-    params = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for _ in range(2)]
-    copies = copy.deepcopy(params)
+    params, copies = (several.parameters([shape] * 2) for _ in range(2))
     more = {"qr_fp32_matmul_prec": "highest"} if name == "soap" else {}
     return theirs(params, **both, **more), params, ours(copies, **both, **own), copies
 

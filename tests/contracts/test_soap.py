@@ -1,26 +1,17 @@
 """SOAP as its authors' README calls it, and as Megatron does with emerging-optimizers' arguments."""
 
-import copy
+from functools import partial
 
 import emerging_optimizers.soap as oracle
 import pytest
 import torch
 
 from megatron_eopt import SOAP
+from tests.optimizers import several
 
 # square, so that the first gradients span both sides: the basis of what they do not span is an accident of rounding
-SHAPES = [(6, 6), (5, 5)]
-
-
-def parameters():
-    generator = torch.Generator().manual_seed(0)
-    return [torch.nn.Parameter(torch.randn(shape, generator=generator).double()) for shape in SHAPES]
-
-
-def set_gradients(params, step):
-    for index, p in enumerate(params):
-        generator = torch.Generator().manual_seed(100 * step + index)
-        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+# square, so that the first gradients span both sides: the basis of what they do not span is an accident of rounding
+parameters = partial(several.parameters, [(6, 6), (5, 5)])
 
 
 class Authors:
@@ -59,14 +50,13 @@ class Authors:
 
 @pytest.mark.parametrize(("frequency", "correct_bias"), [(1, True), (4, False), (10, True)])
 def test_it_takes_the_steps_of_the_authors_code(frequency, correct_bias):
-    params, others = parameters(), parameters()
+    params, others = (parameters(torch.float64) for _ in range(2))
     settings = {"lr": 3e-3, "betas": (0.95, 0.95), "precondition_frequency": frequency, "correct_bias": correct_bias}
     ours = SOAP(params, weight_decay=0, max_precond_dim=10000, **settings)
     theirs = Authors(others, eps=1e-8, **settings)
     for step in range(25):
-        for params_of_one, optimizer in ((params, ours), (others, theirs)):
-            set_gradients(params_of_one, step)
-            optimizer.step()
+        several.run(ours, params, [step])
+        several.run(theirs, others, [step])
         for p, q in zip(params, others, strict=True):
             torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
 
@@ -82,15 +72,12 @@ def test_the_defaults_are_the_authors():
 def test_emerging_optimizers_arguments_make_its_steps(use_eigh):
     arguments = {"lr": 0.01, "betas": (0.9, 0.95), "shampoo_beta": 0.9, "eps": 1.0, "weight_decay": 0.1}
     arguments |= {"nesterov": True, "correct_bias": True, "use_kl_shampoo": False, "use_eigh": use_eigh}
-    params = [torch.nn.Parameter(p.detach().float()) for p in parameters()]
-    copies = copy.deepcopy(params)
+    params, copies = parameters(), parameters()
     # what the page for people who come from it says to add
     ours = SOAP(params, **arguments, basis_of="current", precondition_frequency=1)
     theirs = oracle.SOAP(copies, **arguments, fp32_matmul_prec="highest", qr_fp32_matmul_prec="highest")
     with torch.compiler.set_stance("force_eager"):
-        for step in range(10):
-            for some, optimizer in ((params, ours), (copies, theirs)):
-                set_gradients(some, step)
-                optimizer.step()
+        several.run(ours, params, range(10))
+        several.run(theirs, copies, range(10))
     for p, q in zip(params, copies, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)

@@ -236,6 +236,12 @@ def test_no_program_does_anything(pieces):
 # Where code may be in a checkpoint.
 
 
+def marking(tmp_path, place):
+    """A file, and a checkpoint that has code in one place which makes it."""
+    mark = tmp_path / "mark"
+    return mark, with_code(tmp_path / "checkpoint", place, Call(exec, (f"open({str(mark)!r}, 'w')",)))
+
+
 def with_code(folder, place, code):
     """A checkpoint that has an object in one place."""
     state, more = common(), {}
@@ -264,8 +270,7 @@ PLACES = {  # exit status of verify-checkpoint: 2 where nothing can be read with
 
 @pytest.mark.parametrize("place", PLACES)
 def test_code_is_an_error_and_is_not_run(tmp_path, capsys, place):
-    mark = tmp_path / "mark"
-    folder = with_code(tmp_path / "checkpoint", place, Call(exec, (f"open({str(mark)!r}, 'w')",)))
+    mark, folder = marking(tmp_path, place)
     status, words = PLACES[place]
     assert main(["verify-checkpoint", "--no-data", str(folder)]) == status
     said = "".join(capsys.readouterr())
@@ -301,8 +306,7 @@ def resumed(folder, key="rng_state/shard_0_1"):
 @pytest.mark.parametrize("place", ["metadata", "object of a rank"])
 def test_a_run_refuses_where_it_reads(tmp_path, redirected, place):
     """Outside of the scope, torch loads as ever."""
-    mark = tmp_path / "mark"
-    folder = with_code(tmp_path / "checkpoint", place, Call(exec, (f"open({str(mark)!r}, 'w')",)))
+    mark, folder = marking(tmp_path, place)
     key = "rerun_state_machine_state/shard_1_2" if place != "metadata" else "rng_state/shard_0_1"
     with gate.reading(), pytest.raises((CheckpointError, AssertionError, dcp.api.CheckpointException)) as error:
         resumed(folder, key)

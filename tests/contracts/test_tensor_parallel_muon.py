@@ -1,10 +1,7 @@
 """TensorParallelMuon, as those call it who know the original: positions, names, overrides, copies of parameters."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron_eopt import TensorParallelAdaptiveMuon, TensorParallelMuon
 from megatron_eopt.matrices import Split
@@ -22,6 +19,7 @@ from tests.contracts.made import (
     spectral,
 )
 from tests.distributed.ranks import run_ranks
+from tests.distributed.shards import groups_of, shard
 
 
 def test_all_arguments_by_position():
@@ -85,11 +83,9 @@ def test_settings_that_orthogonalize_is_given_count(known):
 
 
 def _on_two_ranks(rank, _):
-    groups = SimpleNamespace(tp=dist.group.WORLD, expt_tp=dist.group.WORLD)
     (whole, *_), (g, *_) = parameters(), gradients(steps=1)[0]
-    p = torch.nn.Parameter(whole.detach().chunk(2)[rank].clone())
-    p.tensor_model_parallel, p.partition_dim = True, 0
-    opt = MUON.made([p], pg_collection=groups)
+    p = shard(whole.detach().chunk(2)[rank].clone())
+    opt = MUON.made([p], pg_collection=groups_of())
     copied = with_attributes_of(p, p.detach().clone())
     update = g.chunk(2)[rank].contiguous()
     return (

@@ -42,6 +42,7 @@ TP2, PP2, CP2, EP2, ETP2 = (
     [f"--{name}-parallel-size", 2]
     for name in ("tensor-model", "pipeline-model", "context", "expert-model", "expert-tensor")
 )
+MOE = ["--num-experts", 4, "--moe-router-topk", 2, "--moe-ffn-hidden-size", 48]
 EXPERTS = ["--num-experts", 4, *EP2, "--moe-token-dispatcher-type", "alltoall"]
 SHARED = ["--use-distributed-optimizer"]
 OVERLAP = ["--overlap-grad-reduce", "--overlap-param-gather"]

@@ -12,6 +12,7 @@ import torch
 from megatron_eopt.checkpoints.contents import newest
 from megatron_eopt.cli import main
 from tests.checkpoints import made
+from tests.checkpoints.payloads import Call
 from tests.megatron.runs import ADAPTIVE, FAULTY, FILES, MUON, SHARED, SMALL_GPT, TP2, assert_same, full, start
 
 pytestmark = pytest.mark.wide
@@ -165,23 +166,18 @@ def common_with(change):
     return damage
 
 
-class Code:
-    """Pickles itself as a program that writes into a folder."""
-
-    def __init__(self, folder):
-        self.program = f"open({str(folder / 'mark')!r}, 'w')"
-
-    def __reduce__(self):
-        return exec, (self.program,)
+def code(folder):
+    """A program that writes into a folder."""
+    return Call(exec, (f"open({str(folder / 'mark')!r}, 'w')",))
 
 
 def code_in_the_layout(folder):
-    made.change_layout(newest(folder), lambda metadata: setattr(metadata, "planner_data", Code(folder)))
+    made.change_layout(newest(folder), lambda metadata: setattr(metadata, "planner_data", code(folder)))
 
 
 def code_in_an_object(folder, key="rng_state"):
     """In the place of what a rank saved."""
-    made.put_object(newest(folder), key, [Code(folder)])
+    made.put_object(newest(folder), key, [code(folder)])
 
 
 # Other ways to put code into a file: tests/checkpoints/test_gate.py. Other data in a tensor's place: test_sums.py.

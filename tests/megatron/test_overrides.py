@@ -14,6 +14,7 @@ from tests.megatron.runs import (
     EP2,
     FILES,
     LAUNCHER,
+    MOE,
     MUON,
     PP2,
     ROOT,
@@ -33,7 +34,6 @@ from tests.megatron.runs import (
 STEPS = ["--num-layers", 2, *FILES, "--train-iters", 4]
 RUN = [*STEPS, *MUON]
 COSINE = ["--lr", "1e-2", "--min-lr", "1e-3", "--lr-decay-style", "cosine", "--lr-decay-iters", 8]
-MOE = ["--num-experts", 4, "--moe-router-topk", 2, "--moe-ffn-hidden-size", 48]
 PROJ = "decoder.layers.{}.self_attention.linear_proj.weight"
 FC1, FC2 = "decoder.layers.{}.mlp.linear_fc1.weight", "decoder.layers.{}.mlp.linear_fc2.weight"
 

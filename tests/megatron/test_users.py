@@ -10,6 +10,7 @@ from tests.megatron.runs import (
     ETP2,
     FILES,
     MLA,
+    MOE,
     MUON,
     PP2,
     SMALL_GPT,
@@ -30,7 +31,6 @@ from tests.megatron.test_megatron_fsdp import fsdp
 pytestmark = pytest.mark.wide
 
 RUN = ["--num-layers", 2, "--train-iters", 1, *MUON]
-EXPERTS = ["--num-experts", 4, "--moe-router-topk", 2, "--moe-ffn-hidden-size", 48]
 SHARED = ["--bf16", "--use-distributed-optimizer"]
 
 
@@ -41,9 +41,9 @@ SHARED = ["--bf16", "--use-distributed-optimizer"]
         pytest.param(1, MLA, WITHOUT_GQA, id="latent attention"),
         pytest.param(1, ["--mtp-num-layers", 1], SMALL_GPT, id="next tokens"),
         pytest.param(2, PP2, TIED, id="tied-PP2"),
-        pytest.param(2, [*EXPERTS, *EP2, "--bf16"], SMALL_GPT, id="EP2"),
+        pytest.param(2, [*MOE, *EP2, "--bf16"], SMALL_GPT, id="EP2"),
         # and TP 1: without Transformer Engine, experts run at no other TP
-        pytest.param(2, [*EXPERTS, *ETP2], SMALL_GPT, id="ETP2"),
+        pytest.param(2, [*MOE, *ETP2], SMALL_GPT, id="ETP2"),
         pytest.param(2, SHARED, SMALL_GPT, id="DP2-shared"),
     ],
 )

@@ -8,6 +8,7 @@ from tests.megatron.runs import (
     ETP2,
     EXACT,
     FILES,
+    MOE,
     MUON,
     SHARED,
     SMALL_GPT,
@@ -129,8 +130,7 @@ def test_coupled_decay_is_the_same_on_two_ranks_and_after_a_stop(tmp_path):
 
 def test_the_gradient_norm_of_experts_is_that_of_one_process(tmp_path):
     """They start from the same weights since these are from a checkpoint."""
-    experts = ["--num-experts", 4, "--moe-router-topk", 2, "--moe-ffn-hidden-size", 48]
-    run = [*RUN, *experts, "--train-iters", 4, *FILES, "--clip-grad", 0.5]
+    run = [*RUN, *MOE, "--train-iters", 4, *FILES, "--clip-grad", 0.5]
     save = ["--save", tmp_path / "checkpoint", "--save-interval", 2]
     (alone,), _ = train(tmp_path / "one", 1, *run, *save)
     for layout in (EP2, ETP2):

@@ -2,7 +2,7 @@
 
 from argparse import Namespace
 from collections import UserDict, namedtuple
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -18,17 +18,8 @@ from megatron_eopt.step.adamw import AdamW
 FIELDS = {"name": "muon", "lr": 0.5, "muon_adam_lr": 0.25, "weight_decay": 0.125, "muon_ns_steps": 3}
 
 
-@dataclass(slots=True)
-class Slotted:
-    name: str = "muon"
-    lr: float = 0.5
-    muon_adam_lr: float = 0.25
-    weight_decay: float = 0.125
-    muon_ns_steps: int = 3
-
-
-class OnTheClass:
-    name, lr, muon_adam_lr, weight_decay, muon_ns_steps = FIELDS.values()
+Slotted = make_dataclass("Slotted", [(key, type(value), value) for key, value in FIELDS.items()], slots=True)
+OnTheClass = type("OnTheClass", (), FIELDS)
 
 
 def model():

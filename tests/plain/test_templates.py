@@ -7,13 +7,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from megatron_eopt.matrices import concatenated
-from megatron_eopt.plain import OptimizerConfig, build_optimizer
-from tests.optimizers.family import options
-from tests.plain.test_build import NAMES, Model, train
-
-
-def build(model, name):
-    return build_optimizer(model, OptimizerConfig(name=name, lr=1e-2, options=options(name)))
+from tests.plain.test_build import NAMES, Model, build, train
 
 
 def assert_goes_on_alike(stopped, resumed):

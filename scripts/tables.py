@@ -265,7 +265,8 @@ def flags() -> str:
     text = [FLAGS_HEAD, flags_of(RUN_FLAGS), MUON_HEAD, muons_flags()]
     alike = dict[object, list[OptimizerSpec]]()
     for row in OPTIMIZERS.values():
-        same = tuple((flag.setting, flag.help, flag.default) for flag in row.flags) or row.name
+        own = tuple((flag.setting, flag.help, flag.default) for flag in row.flags)
+        same = (own, _flags_of_others(row)) if own else row.name
         alike.setdefault(same, []).append(row)
     for rows in alike.values():
         if rows[0].name != "muon":

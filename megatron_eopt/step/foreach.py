@@ -117,9 +117,8 @@ def _with_each(operation: Callable[..., Sequence[Tensor]], tensors: Tensors, num
 
 
 def follow_squares(squares: Tensors, gradients: Tensors, beta: float, ok: Flag) -> None:
-    """``v += (1 - beta) (g^2 - v)``."""
+    """``v += (1 - beta) (g^2 - v)``; gradients of a step that is made have squares in fp32's range."""
     new = list(torch._foreach_mul(list(gradients), list(gradients)))
-    torch._foreach_clamp_max_(new, [torch.finfo(v.dtype).max for v in squares])  # an infinity would stay for ever
     torch._foreach_lerp_(list(squares), where_each(ok, new, squares), 1 - beta)
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from megatron_eopt.family import OPTIMIZERS
 from tests.contracts.scripts import run_script
+from tests.optimizers.family import RECORDS
 
 NAMES = [row.name for row in OPTIMIZERS.values() if row.owns == "matrices"]
 SCRIPT = """
@@ -62,7 +63,7 @@ def test_qkv_stays_one_matrix(found, name):
     qkv, gate_and_up, as_declared, as_split = found[name]
     assert qkv == "96x32"
     assert as_declared
-    assert not as_split
+    assert as_split == RECORDS[name].by_line
     assert (", up " in gate_and_up) == OPTIMIZERS[name].cls.row_order_matters
 
 

@@ -25,6 +25,7 @@ class Record:
     tolerance: float = 1e-11  # of the largest entry; in fp64 that is rounding, multiplied by the iteration at most
     calls: dict = field(default_factory=dict)  # collective -> calls in a step over TP=2, but for Muon's schemes
     unbounded: bool = False  # whether updates are as large as gradients
+    by_line: bool = False  # whether rows step each for itself, so that a split along them changes nothing
     refuses: tuple = ()  # layouts, and parameters, of tests/distributed/layouts.py
 
 

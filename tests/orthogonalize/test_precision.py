@@ -119,6 +119,18 @@ def test_torchs_settings_can_be_read_and_are_as_before_after_it(user, inside, fa
         assert settings() == ("ieee", "ieee")
 
 
+@pytest.mark.parametrize("inside", ["low", "medium", "high", "highest"])
+def test_torchs_setting_is_as_before_even_after_an_error(inside):
+    torch.set_float32_matmul_precision("medium")
+    before = settings()
+    for error in (nullcontext(), pytest.raises(KeyError)):
+        with error, fp32_products(inside):
+            assert settings() == (("ieee",) * 2 if inside == "highest" else ("tf32",) * 2)
+            if not isinstance(error, nullcontext):
+                raise KeyError
+        assert settings() == before
+
+
 def test_highest_is_highest_in_a_process_that_set_medium():
     # on CPUs with bf16 units torch's medium rounds products of fp32 tensors to bf16
     x = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))

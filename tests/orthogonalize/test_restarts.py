@@ -2,15 +2,8 @@ import pytest
 import torch
 
 from megatron_eopt.orthogonalize import get_coefficients, get_supported_coefficient_types, newton_schulz
-from megatron_eopt.orthogonalize.forms import (
-    RESTARTS,
-    restarts_for,
-)
-from tests.orthogonalize.simulation import (
-    MARGIN,
-    furthest,
-    largest_value,
-)
+from megatron_eopt.orthogonalize.forms import RESTARTS, restarts_for
+from tests.orthogonalize.simulation import MARGIN, choose_restarts, furthest, largest_value
 from tests.orthogonalize.test_newton_schulz import gaussian
 
 QUINTIC = get_coefficients("quintic", 5)
@@ -55,6 +48,21 @@ def test_medium_on_a_cpu_keeps_the_range_too():
             result = newton_schulz(x, steps, name, fp32_matmul_prec="medium")
             assert torch.linalg.matrix_norm(result, 2) <= largest * MARGIN, (name, steps, shape)
             assert (result * x).sum() > 0  # of the direction of the gradient
+
+
+@pytest.mark.parametrize("lower", [False, True], ids=["fp32", "fp16 and TF32"])
+@pytest.mark.parametrize(("coefficient_type", "steps"), RESTARTS)
+def test_tables_are_what_the_simulation_chooses(coefficient_type, steps, lower):
+    schedule = get_coefficients(coefficient_type, steps)
+    precision = "medium" if lower else "highest"
+    table = "RESTARTS_IN_LOWER_PRECISION, or RESTARTS where it has no row" if lower else "RESTARTS"
+    default, accurate = (restarts_for(coefficient_type, steps, precision, extra) for extra in (0, 1))
+    chosen = choose_restarts(schedule, lower=lower)
+    fewer_by_decision = (coefficient_type, lower) in {("cubic5", False), ("quintic", True)}
+    if fewer_by_decision:  # so that "accurate" is what would be chosen
+        assert (len(default), accurate) == (len(chosen) - 1, chosen)
+        return
+    assert (default, accurate) == (chosen, choose_restarts(schedule, extra=1, lower=lower)), table
 
 
 def test_the_tables_have_every_set():

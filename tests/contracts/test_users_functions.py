@@ -154,6 +154,13 @@ def test_each_matrix_of_a_fused_projection_comes_by_itself():
     torch.testing.assert_close(p.detach(), before - 0.05 * whole)
 
 
+def recorded(opt, function=polar):
+    """The shapes of the matrices that an optimizer will give to a function."""
+    seen = []
+    opt.orthogonalize_fn = lambda x: seen.append(tuple(x.shape)) or function(x)
+    return seen
+
+
 RELATIVES = [
     (PolarGrad, {}),
     (MarsMuon, {}),
@@ -170,8 +177,7 @@ def test_relatives_take_the_function_too(cls, settings):
     expected, params = parameters(), parameters()
     steps(cls(expected, **given), expected)
     opt = cls(params, **given)
-    iteration, seen = opt.orthogonalize_fn, []
-    opt.orthogonalize_fn = lambda x: seen.append(tuple(x.shape)) or iteration(x)
+    seen = recorded(opt, opt.orthogonalize_fn)
     steps(opt, params)
     assert seen == 3 * SHAPES
     assert_near(params, expected, 1e-5)
@@ -249,34 +255,22 @@ def shards(rank):
     return params, groups
 
 
-class Recorded(TensorParallelMuon):
-    """Its own function, which says what it gets."""
-
-    def __init__(self, params, **settings):
-        super().__init__(params, **settings)
-        self.seen = []
-        self.orthogonalize_fn = self.polar
-        self.scale_factor_fn = rms_scale
-
-    def polar(self, x):
-        self.seen.append(tuple(x.shape))
-        return polar(x)
-
-
 def _own_functions(rank, _):
     found = {}
     for mode in ("duplicated", "auto", "blockwise"):
         params, groups = shards(rank)
-        opt = Recorded(params, **SAME, pg_collection=groups, tp_mode=mode)
-        found[mode] = steps(opt, params, range(2), rank), opt.seen
+        opt = Set(params, **SAME, pg_collection=groups, tp_mode=mode)
+        seen = recorded(opt)
+        found[mode] = steps(opt, params, range(2), rank), seen
     params, groups = shards(rank)
     found["wrapped"] = steps(Doubled(params, **SAME, pg_collection=groups), params, range(2), rank), []
     # a DTensor of which a rank has no row
     row = torch.nn.Parameter(distribute_tensor(torch.ones(1, 4), init_device_mesh("cpu", (2,)), [Shard(0)]))
-    opt = Recorded([row], **SAME)
+    opt = Set([row], **SAME)
+    seen = recorded(opt)
     row.grad = torch.ones_like(row)
     opt.step()
-    found["row"] = row.detach().full_tensor(), opt.seen
+    found["row"] = row.detach().full_tensor(), seen
     return found
 
 

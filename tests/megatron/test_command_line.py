@@ -140,16 +140,31 @@ def test_flags_without_effect_are_errors(parse, validate, optimizer, flags, idle
             validate("--optimizer", optimizer, *flags.split())
 
 
-def test_settings_without_effect_are_warned_of(parse):
+OF_0_20 = {"muon_use_syrk": True, "muon_split_glu": False}
 
-    args = parse("--optimizer", "muon", "--lr", "0.1")
+
+@pytest.mark.parametrize(
+    ("optimizer", "changed", "said"),
+    [
+        ("muon", {}, []),
+        ("muon", {"dion_momentum": 0.5}, ["--dion-momentum"]),
+        ("lion", {"lion_beta1": 0.5, "muon_momentum": 0.7}, ["--muon-momentum"]),
+        ("soap", OF_0_20, []),
+        ("lion", OF_0_20, ["--muon-use-syrk, --muon-no-split-glu"]),
+    ],
+)
+def test_settings_without_effect_are_warned_of(parse, optimizer, changed, said):
+    args = parse("--optimizer", optimizer, "--lr", "0.1")
     config = config_as_frameworks_make_it(args)
-    assert idle_settings(config, args, ["muon", "adam"]) == []
-    config.dion_momentum = 0.5
-    (said,) = idle_settings(config, args, ["muon", "adam"])
-    assert said.startswith("--dion-momentum without effect")
-    assert idle_settings(OptimizerConfig(optimizer="lion"), None, ["lion"]) == []
-    lion = OptimizerConfig(optimizer="lion", lion_beta1=0.5, muon_momentum=0.7)
+    vars(config).update(changed)
+    found = idle_settings(config, args, [optimizer, *["adam"] * takes_matrices(optimizer)])
+    assert [line.partition(" without effect, with --optimizer ")[0] for line in found] == said
+
+
+def test_settings_of_a_config_without_arguments_are_warned_of(activated):
+    lion = OptimizerConfig(optimizer="lion", lion_beta1=0.5)
+    assert idle_settings(lion, None, ["lion"]) == []
+    lion.muon_momentum = 0.7
     (said,) = idle_settings(lion, None, ["lion"])
     assert said.startswith("--muon-momentum without effect")
 
@@ -185,16 +200,6 @@ def test_a_config_that_contradicts_typed_flags_is_refused(parse):
     with pytest.raises(ValueError, match=r"--muon-lr was typed, for matrix_lr=0\.002, and the config has 0\.1"):
         config_as_frameworks_make_it(args, matrix_lr=0.1)
     config_as_frameworks_make_it(args, matrix_lr=2e-3, muon_num_ns_steps=7)
-
-
-@pytest.mark.parametrize(("optimizer", "idle"), [("soap", False), ("lion", True)])
-def test_flags_of_megatron_0_20_without_effect_are_named(parse, optimizer, idle):
-    args = parse("--optimizer", optimizer)
-    args.muon_use_syrk, args.muon_split_glu = True, False
-    said = idle_settings(args, args, [optimizer])
-    assert len(said) == idle
-    wanted = f"--muon-use-syrk, --muon-no-split-glu without effect, with --optimizer {optimizer}:"
-    assert all(line.startswith(wanted) for line in said)
 
 
 @pytest.mark.parametrize(
@@ -284,8 +289,7 @@ def test_an_error_says_what_to_do(activated, monkeypatch, tmp_path, script, said
     monkeypatch.setattr(training, "get_args", training.get_args)  # which a script replaces
     (tmp_path / "script.py").write_text(script)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    for name in ("MASTER_ADDR", "RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setattr(sys, "argv", sys.argv)

@@ -29,39 +29,33 @@ FP32_COPY = states("decoder.weight", "fp32_param")
 DISTRIBUTED = ADAM | states("decoder.weight", "param")  # as the distributed optimizer saves by parameter
 
 
-@pytest.mark.parametrize(
-    ("wanted", "stored", "message"),
-    [
-        (MUON, MUON, None),
-        (MUON, MUON | states("output.weight", "exp_avg"), None),  # of another optimizer beside it
-        (
-            MUON,
-            ADAM,
-            "it holds exp_avg, exp_avg_sq for decoder.weight, and Muon needs momentum_buffer: Adam wrote it. ",
-        ),
-        (NORMUON, MUON, "and Muon needs moment2_buffer, momentum_buffer: another optimizer wrote it, or this one with"),
-        (MUON | FP32_COPY, MUON, "it holds momentum_buffer for decoder.weight, and Muon needs fp32_param, momentum_"),
-        (states("output.weight", "momentum_buffer"), MUON, "holds no state for output.weight, and Muon needs"),
-    ],
-)
-def test_reasons(wanted, stored, message):
-    found = mismatch("Muon", wanted, MODEL | stored)
-    assert found is None if message is None else message in found
+FROM_ADAM = "--muon-momentum-from-adam"
+BY_ADAM = "it holds exp_avg, exp_avg_sq for decoder.weight, and Muon needs momentum_buffer: Adam wrote it. "
+OTHER_SETTINGS = "another optimizer wrote it, or this one with other settings"
+HEAD = states("output.weight", "momentum_buffer")
 
 
 @pytest.mark.parametrize(
-    ("wanted", "stored", "helps"),
+    ("wanted", "stored", "messages"),
     [
-        (MUON, ADAM, True),
-        (MUON | FP32_COPY, DISTRIBUTED, True),
-        (NORMUON, ADAM, False),  # there is nothing to make its second moments from
-        (MUON, ADAM | states("output.weight", "momentum_buffer"), False),  # Muon had some, and these are loaded
+        (MUON, ADAM, [BY_ADAM, FROM_ADAM]),
+        (MUON | FP32_COPY, DISTRIBUTED, [FROM_ADAM]),
+        (NORMUON, ADAM, [OTHER_SETTINGS]),  # there is nothing to make its second moments from
+        (MUON, ADAM | HEAD, [OTHER_SETTINGS]),  # Muon had some, and these are loaded
+        (NORMUON, MUON, ["and Muon needs moment2_buffer, momentum_buffer: ", OTHER_SETTINGS]),
+        (MUON | FP32_COPY, MUON, ["it holds momentum_buffer for decoder.weight, and Muon needs fp32_param, momentum_"]),
+        (HEAD, MUON, ["holds no state for output.weight, and Muon needs"]),
     ],
 )
-def test_the_import_from_adam_is_suggested_where_it_helps(wanted, stored, helps):
+def test_reasons_and_the_import_from_adam_where_it_helps(wanted, stored, messages):
     found = mismatch("Muon", wanted, MODEL | stored)
-    assert ("--muon-momentum-from-adam" in found) is helps
-    assert ("another optimizer wrote it, or this one with other settings" in found) is not helps
+    assert all(message in found for message in messages)
+    assert not (FROM_ADAM in found and OTHER_SETTINGS in found)
+
+
+def test_a_state_that_is_there_is_no_reason():
+    for stored in (MUON, MUON | states("output.weight", "exp_avg")):  # of another optimizer beside it
+        assert mismatch("Muon", MUON, MODEL | stored) is None
 
 
 @pytest.mark.parametrize(
@@ -79,7 +73,7 @@ def test_equal_names_and_shapes_do_not_make_it_the_same_state(name, wrote, refus
     found = of_another(name, MUON, [block])
     expected = f"{wrote} wrote the state of decoder.weight, and {name or 'an optimizer of Megatron'} would take it"
     assert expected in found if refused else found is None
-    assert of_another(name, states("output.weight", "momentum_buffer"), [block]) is None
+    assert of_another(name, HEAD, [block]) is None
 
 
 NOW = {"params": [1], "lr": 0.0, "weight_decay": 0.2, "max_lr": 1e-2, "min_lr": 0.0, "betas": (0.9, 0.95), "rung": "b"}

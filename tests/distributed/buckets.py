@@ -55,6 +55,10 @@ def long_side(shape):
     return int(shape[1] >= shape[0])
 
 
+def wide(scheme, count=3, **more):
+    return Case(scheme, (24, 96), "whole" if scheme == "share" else 1, count, **more)
+
+
 CASES = [
     # tall, wide, square and in between, along either dimension where the scheme can
     *(
@@ -78,27 +82,19 @@ CASES = [
     Case("local", (40, 64), "whole"),
     *(Case("blockwise", (40, 96), 1, edges=edges) for edges in ("even", "uneven", "one")),
     # norms, and matrices that are zero or not finite beside others that are not
-    *(
-        Case(scheme, (24, 96), "whole" if scheme == "share" else 1, norm=norm)
-        for scheme in (*ONE_CUT, "share")
-        for norm in (1e-12, 1e6)
-    ),
-    *(
-        Case(scheme, (24, 96), "whole" if scheme == "share" else 1, 4, special=special)
-        for scheme in (*ONE_CUT, "share")
-        for special in ("zero", "nan", "inf")
-    ),
+    *(wide(scheme, norm=norm) for scheme in (*ONE_CUT, "share") for norm in (1e-12, 1e6)),
+    *(wide(scheme, 4, special=special) for scheme in (*ONE_CUT, "share") for special in ("zero", "nan", "inf")),
     # on a CPU such are computed one by one
     *(Case(scheme, (256, 300), "whole" if scheme == "share" else 1, 2) for scheme in ("owner", "share", "duplicated")),
     # schedules with none, one and two restarts
     *(
-        Case(scheme, (24, 96), 1, coefficient_type=kind, steps=steps)
+        wide(scheme, coefficient_type=kind, steps=steps)
         for scheme in ("gram_replicated", "gram_split", "distributed")
         for kind, steps in (("cubic5", 5), ("quintic", 5), ("polar_express", 8))
     ),
     # fp16, which the Gram form takes on a GPU only
     *(
-        Case(scheme, (24, 96), 1, norm=norm, precision="fp16", coefficient_type=kind, dtype=dtype)
+        wide(scheme, norm=norm, precision="fp16", coefficient_type=kind, dtype=dtype)
         for scheme in ("gram_replicated", "gram_split")
         for norm in (0.0, 1e-12, 1e6)
         for kind in ("cubic5", "quintic")
@@ -106,7 +102,7 @@ CASES = [
     ),
     # other precisions and dtypes
     *(
-        Case(scheme, (24, 96), "whole" if scheme == "share" else 1, precision=precision, dtype=dtype)
+        wide(scheme, precision=precision, dtype=dtype)
         for scheme in (*ONE_CUT, "share")
         for precision, dtype in (
             ("medium", torch.float32),

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from megatron_eopt import Execution, TensorParallelAdaptiveMuon, TensorParallelMuon
+from megatron_eopt import TensorParallelAdaptiveMuon
 from megatron_eopt.matrices import experts
 from megatron_eopt.optimizers.spectron import Spectron, factor_pairs
 from megatron_eopt.step.parameters import local
@@ -84,20 +84,6 @@ def spectron(model):
     return Spectron(groups, lr=0.05, rank=2, momentum_beta=0.8, tp_mode="auto", **SPLIT)
 
 
-def normuon(model):
-    return TensorParallelAdaptiveMuon(model.parameters(), lr=0.05, moment2_method="normuon", tp_mode="auto", **SPLIT)
-
-
-def muon_in_bf16(model):
-    """Momenta are rounded at random, the same wherever their entries lie."""
-    return TensorParallelMuon(
-        model.named_parameters(), lr=0.01, tp_mode="auto", execution=Execution(momentum_dtype=torch.bfloat16), **SPLIT
-    )
-
-
-OPTIMIZERS = {each.__name__: each for each in (spectron, normuon, muon_in_bf16)}
-
-
 def full_state(model, optimizer):
     # what is whole on every rank is given out as it is, and training goes on
     return copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=FULL)["state"])
@@ -115,27 +101,24 @@ def load(model, optimizer, folder):
     set_optimizer_state_dict(model, optimizer, state["optimizer"])
 
 
-def trained(build, mesh=None, steps=STEPS):
+def trained(mesh=None, steps=STEPS):
     made = Model(mesh)
-    optimizer = build(made)
+    optimizer = spectron(made)
     made.train_by(optimizer, range(steps))
     return made, optimizer
 
 
-def on_four(rank, ranks, folder, names):
+def on_four(rank, ranks, folder):
     """Save after two steps; each rank's part of the state is what its description says."""
     mesh = init_device_mesh("cpu", (4,))
-    saved = {}
-    for name in names:
-        model, optimizer = trained(OPTIMIZERS[name], mesh, steps=2)
-        for parameter, state in optimizer.state.items():
-            for tensor in optimizer.state_tensors(parameter):
-                if tensor.dims is not None:
-                    part = tuple(local(state[tensor.key]).shape)
-                    assert part == tensor.local_shape(optimizer.matrix_layouts(parameter)), tensor
-        save(model, optimizer, folder / name / "4")
-        saved[name] = full_state(model, optimizer), model.whole()
-    return saved, refused(mesh, init_device_mesh("cpu", (2, 2)))
+    model, optimizer = trained(mesh, steps=2)
+    for parameter, state in optimizer.state.items():
+        for tensor in optimizer.state_tensors(parameter):
+            if tensor.dims is not None:
+                part = tuple(local(state[tensor.key]).shape)
+                assert part == tensor.local_shape(optimizer.matrix_layouts(parameter)), tensor
+    save(model, optimizer, folder / "4")
+    return full_state(model, optimizer), refused(mesh, init_device_mesh("cpu", (2, 2)))
 
 
 def refused(line, square):
@@ -163,50 +146,40 @@ def refused(line, square):
     ]
 
 
-def on_two(rank, ranks, folder, names):
+def on_two(rank, ranks, folder):
     """What four ranks saved, and that after a step, which is saved again."""
     mesh = init_device_mesh("cpu", (2,))
-    results = {}
-    for name in names:
-        model = Model(mesh)
-        optimizer = OPTIMIZERS[name](model)
-        load(model, optimizer, folder / name / "4")
-        loaded = full_state(model, optimizer), model.whole()
-        model.train_by(optimizer, range(2, 3))
-        save(model, optimizer, folder / name / "2")
-        saved = full_state(model, optimizer), model.whole()
-        again = OPTIMIZERS[name](model)
-        set_optimizer_state_dict(model, again, get_optimizer_state_dict(model, optimizer, options=FULL), options=FULL)
-        assert_same(full_state(model, again), saved[0])
-        results[name] = loaded, saved
-    return results
+    model = Model(mesh)
+    optimizer = spectron(model)
+    load(model, optimizer, folder / "4")
+    loaded = full_state(model, optimizer)
+    model.train_by(optimizer, range(2, 3))
+    save(model, optimizer, folder / "2")
+    saved, again = full_state(model, optimizer), spectron(model)
+    set_optimizer_state_dict(model, again, get_optimizer_state_dict(model, optimizer, options=FULL), options=FULL)
+    assert_same(full_state(model, again), saved)
+    return loaded, saved
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory, selected):
-    """What four ranks found, then two ranks, and where both saved."""
-    folder, names = tmp_path_factory.mktemp("saved"), selected("name")
-    return run_ranks(on_four, 4, folder, names), run_ranks(on_two, 2, folder, names), folder
+def ran(tmp_path_factory):
+    """What four ranks found, and where they saved."""
+    folder = tmp_path_factory.mktemp("saved")
+    return run_ranks(on_four, 4, folder), folder
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_what_four_ranks_saved_goes_on_with_two_and_one(ran, name):
-    four, two, folder = ran
-    straight, its_optimizer = trained(OPTIMIZERS[name])
-    for of_rank in two:
-        assert_same(of_rank[name][0], four[0][0][name])
+def test_what_four_ranks_saved_goes_on_with_two_and_one(ran):
+    four, folder = ran
+    straight, _ = trained()
+    two = run_ranks(on_two, 2, folder)
+    assert_same([loaded for loaded, _ in two], [four[0][0]] * 2)
     model = Model()
-    optimizer = OPTIMIZERS[name](model)
-    load(model, optimizer, folder / name / "2")
-    assert_same((full_state(model, optimizer), model.whole()), two[0][name][1])
+    optimizer = spectron(model)
+    load(model, optimizer, folder / "2")
+    assert_same(full_state(model, optimizer), two[0][1])
     model.train_by(optimizer, range(3, STEPS))
     for key, p in model.whole().items():
         field.assert_close(p, straight.get_parameter(key).detach(), what=key)
-    if name == "muon_in_bf16":
-        for key, p in model.named_parameters():
-            momentum = optimizer.state[p]["momentum_buffer"]
-            assert momentum.dtype == torch.bfloat16
-            assert torch.equal(momentum, its_optimizer.state[straight.get_parameter(key)]["momentum_buffer"]), key
 
 
 def test_what_cannot_be_saved_is_refused_on_every_rank(ran):

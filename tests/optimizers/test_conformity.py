@@ -70,6 +70,7 @@ def test_a_closure_is_called_once_with_gradients_enabled(name):
 
 # What a second group says, of what an optimizer has, so that its steps are other ones.
 OF_GROUP = {"lr": 0.05, "momentum": 0.5, "momentum_beta": 0.5, "betas": (0.3, 0.6), "ns_steps": 8}
+OF_GROUP |= {"num_ns_steps": 7, "coefficient_type": "polar_express", "extra_scale_factor": 0.5}
 
 
 @every_class

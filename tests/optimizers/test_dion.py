@@ -73,18 +73,6 @@ def test_the_predicted_size_is_that_of_the_first_update():
         assert (described.scheme, described.scale) == ("local", (p.shape[0] / p.shape[1]) ** 0.5)
 
 
-def test_another_rank_than_that_of_the_state_is_refused():
-    params = parameters(SHAPES)
-    optimizer = Dion(params)
-    run(optimizer, params, [0])
-    with pytest.raises(ValueError, match=r"'Q' has shape \(16, 4\), expected \(16, 8\) for the parameter of"):
-        Dion(params, rank_fraction=0.5).load_state_dict(optimizer.state_dict())
-    optimizer.param_groups[0]["rank_fraction"] = 0.5
-    for _ in range(2):  # it is not forgotten
-        with pytest.raises(ValueError, match=r"'Q' of parameter 0 .* has shape \(16, 4\).* \(16, 8\): set them back"):
-            run(optimizer, params, [1])
-
-
 def reference_of_rows(p, gradients, lr, fraction, momentum=0.95, decay=0.01):
     """Dion2 (arXiv 2512.16928) with the size ``sqrt(rows / cols)``, in fp64."""
     w = p.detach().double().clone()

@@ -1,7 +1,5 @@
 """How many operations one step takes: as many as there are kinds of matrices, however many matrices there are."""
 
-from collections import Counter
-
 import pytest
 import torch
 from counting import HOST_READ, Operations, launches
@@ -56,28 +54,16 @@ def test_the_first_step_reads_back_all_norms_at_once():
 
 
 class Sizes(Operations):
-    """Has also the most bytes that each operation makes, or changes, and those of the largest tensor that one makes."""
+    """Has also the bytes of the largest tensor that an operation makes."""
 
-    def __init__(self):
-        super().__init__()
-        self.largest, self.tensor = Counter(), 0
+    tensor = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         made = super().__torch_dispatch__(func, types, args, kwargs)
-        changed = made if made is not None else args[0]
-        tensors = changed if isinstance(changed, list | tuple) else [changed]
-        nbytes = sum(each.nbytes for each in tensors if isinstance(each, torch.Tensor))
-        name = func.overloadpacket.__name__
-        self.largest[name] = max(self.largest[name], nbytes)
-        if made is not None and launches(func):
+        if launches(func):
+            tensors = made if isinstance(made, list | tuple) else [made]
             self.tensor = max([self.tensor, *(each.nbytes for each in tensors if isinstance(each, torch.Tensor))])
         return made
-
-
-# Spectron's.
-
-
-# SOAP's.
 
 
 @pytest.mark.parametrize("settings", [{}, {"max_dim": 80}], ids=str)

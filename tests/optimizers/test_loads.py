@@ -20,6 +20,7 @@ from tests.optimizers.family import (
     every_class_with_state,
     every_variant,
     every_with_state,
+    having,
     matrices,
     take,
 )
@@ -306,17 +307,25 @@ def test_what_is_no_state_is_refused_by_what_it_lacks(name):
     assert_refused(optimizer, saved, "has no 'params'")
 
 
-@pytest.mark.parametrize("name", [name for name, row in OPTIMIZERS.items() if row.takes("max_dim")])
-def test_the_longest_side_with_a_factor_is_that_of_the_state(name):
+OF_SIZES = [
+    *((name, "max_dim", 5, 6, "was made with 5") for name in having("max_dim")),
+    ("spectron", "rank", 4, 2, "was made with 4"),
+    ("dion", "rank_fraction", 0.25, 0.75, "'Q'"),
+]
+
+
+@pytest.mark.parametrize(("name", "key", "was", "now", "said"), OF_SIZES)
+def test_a_setting_that_sizes_a_state_is_that_of_the_state(name, key, was, now, said):
     (p,), (q,) = matrices(1), matrices(1)
-    other, optimizer = build(name, [p], max_dim=5), build(name, [q])
+    other, optimizer = build(name, [p], **{key: was}), build(name, [q], **{key: now})
     for each in (other, optimizer):
         take(each, 1)
-    assert_refused(optimizer, other.state_dict(), "but its state was made with 5")
-    other.param_groups[0]["max_dim"] = 6
+    assert_refused(optimizer, other.state_dict(), said)
+    other.param_groups[0][key] = now
     before = p.detach().clone()
-    with pytest.raises(ValueError, match="has max_dim=6, but its state was made with 5"):
-        take(other, 1)
+    for _ in range(2):  # it is not forgotten
+        with pytest.raises(ValueError, match=said):
+            take(other, 1)
     assert torch.equal(before, p)
 
 

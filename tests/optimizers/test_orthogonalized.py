@@ -1,27 +1,16 @@
 import pytest
 import torch
 
-from megatron_eopt import OrthogonalizedOptimizer, TensorParallelMuon
+from megatron_eopt import TensorParallelMuon
 from megatron_eopt.orthogonalize import newton_schulz
 from tests.optimizers.family import build, every, matrices, take
 from tests.optimizers.field import gradient, matrix
 
 
 def optimizer(params, **settings):
-    defaults = {
-        "lr": 0.1,
-        "momentum_beta": 0.9,
-        "use_nesterov": False,
-        "weight_decay": 0.0,
-        "use_decoupled_weight_decay": True,
-        "split_qkv": False,
-        "is_qkv_fn": None,
-        "qkv_split_shapes": None,
-        "fp32_matmul_prec": "highest",
-        "orthogonalize_fn": newton_schulz,
-        "scale_factor_fn": lambda rows, cols: 1.0,
-    }
-    return OrthogonalizedOptimizer(params, **{**defaults, **settings})
+    given = {"lr": 0.1, "use_nesterov": False, "weight_decay": 0.0, "orthogonalize_fn": newton_schulz}
+    given["scale_factor_fn"] = lambda rows, cols: 1.0
+    return build("users_own", params, **{**given, **settings})
 
 
 def test_a_name_of_another_class_is_no_setting_of_the_users():

@@ -60,21 +60,19 @@ def follows(shapes, steps, dtype, variant, tolerance, **settings):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("settings", [SETTINGS, {}, {"betas": (0.3, 0.9)}, {"betas": (0.0, 0.0), "warmup_steps": 30}])
-def test_twenty_steps_follow_the_formula(variant, settings):
-    follows(SHAPES, 20, torch.float32, variant, 1e-6, **settings)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_twenty_steps_of_fp64_parameters_follow_it_in_fp64(variant):
-    follows(SHAPES, 20, torch.float64, variant, 1e-12, **SETTINGS)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_parameters_of_16_bits_follow_it_but_for_one_rounding(variant, dtype):
-    # also after many steps, in which a point kept in 16 bits stands still
-    follows(SHAPES, 200, dtype, variant, 2e-6, **SETTINGS)
+@pytest.mark.parametrize(
+    ("settings", "steps", "dtype", "tolerance"),
+    [
+        *((settings, 20, torch.float32, 1e-6) for settings in (SETTINGS, {}, {"betas": (0.3, 0.9)})),
+        ({"betas": (0.0, 0.0), "warmup_steps": 30}, 20, torch.float32, 1e-6),
+        (SETTINGS, 20, torch.float64, 1e-12),
+        # but for one rounding, also after many steps, in which a point kept in 16 bits stands still
+        *((SETTINGS, 200, dtype, 2e-6) for dtype in (torch.bfloat16, torch.float16)),
+    ],
+    ids=str,
+)
+def test_steps_follow_the_formula(variant, settings, steps, dtype, tolerance):
+    follows(SHAPES, steps, dtype, variant, tolerance, **settings)
 
 
 # The steps of its authors' package, schedulefree 1.4.1.

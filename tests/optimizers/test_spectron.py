@@ -91,18 +91,6 @@ def test_a_pair_steps_together_or_not_at_all():
     assert changed == [False, False, True, True]
 
 
-def test_a_state_of_another_rank_is_refused():
-    params = parameters()
-    optimizer = spectron(params, lr=0.05)
-    run(optimizer, params, [0])
-    with pytest.raises(ValueError, match="group 0 has rank=3, but its state was made with 4"):
-        spectron(params, rank=3).load_state_dict(optimizer.state_dict())
-    optimizer.param_groups[0]["rank"] = 3
-    for _ in range(2):  # it is not forgotten
-        with pytest.raises(ValueError, match=r"group 0 has rank=3, but its state was made with 4"):
-            run(optimizer, params, [1])
-
-
 @pytest.mark.parametrize("value", [0.0, torch.nan])
 def test_a_weight_that_has_no_factors_is_refused(value):
     p, q = parameters(SHAPES[:2])

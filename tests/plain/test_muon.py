@@ -36,13 +36,7 @@ def test_twenty_steps_are_those_of_the_references(nesterov):
     starts, steps = values(params), gradients(params, STEPS)
     rest = [{"params": [vector, embedding], "weight_decay": 0.1}]
     adam = {"adam_betas": (0.8, 0.9), "adam_eps": 1e-6, "adam_lr": 0.01}
-    of_matrices = {
-        "lr": 0.03,
-        "momentum": 0.9,
-        "weight_decay": 0.1,
-        "coefficient_type": "quintic",
-        "nesterov": nesterov,
-    }
+    of_matrices = {"lr": 0.03, "momentum": 0.9, "weight_decay": 0.1, "coefficient_type": "quintic"}
     run(Muon([tall, wide, convolution], rest, nesterov=nesterov, **of_matrices, **adam), params, steps)
     for i, p in enumerate(params):
         own = [of_step[i] for of_step in steps]

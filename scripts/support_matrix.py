@@ -105,7 +105,7 @@ FEATURES = (
     Feature("--ckpt-format torch", {"args.ckpt_format": "torch"}, "the number of ranks stays"),
     Feature("--no-save-optim with schedule_free_adamw", _AVERAGING | {"args.no_save_optim": True}),
     Feature("--override-opt-param-scheduler", note="every group has the rates that the flags of this run give it"),
-    Feature("--async-save", note="with --ckpt-format torch_dist"),
+    Feature("--async-save", note="with --ckpt-format torch_dist --use-persistent-ckpt-worker --async-strategy mcore"),
     Feature("overrides that give parameters another optimizer"),
     Feature("overrides that exclude parameters", note="without the distributed optimizer"),
 )

@@ -379,7 +379,7 @@ def settings() -> str:
         owns = OPTIMIZERS[name].owns if name in OPTIMIZERS else "all"
         has = {"matrices": "matrices", "all": "everything"}[owns]
         rows.append((code([name]), code([flags]), f"{begin.rate:.2g}", has, begin.why))
-    return table(("optimizer", "flags, beside `--lr 0.003` of Adam", "rate by AdamW's", "updates", ""), rows)
+    return table(("optimizer", "flags, where AdamW takes 0.003", "rate by AdamW's", "updates", ""), rows)
 
 
 SUPPORT = {"works": "yes", "refused": "no"}

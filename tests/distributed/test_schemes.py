@@ -11,7 +11,6 @@ from megatron_eopt.parallel.plan_records import Bucket, Matrix, Plan
 from megatron_eopt.parallel.rectangles import Rectangle, cut
 from tests.distributed.buckets import (
     CASES,
-    Case,
     InFp16,
     assert_close,
     executed,
@@ -125,14 +124,6 @@ def predicted(case, ranks, rank):
         found["reduce"] = (calls, segments * gram * (len(rest) - rest.count(rank)))
         found["broadcast"] = (calls, segments * gram * (len(rest) - rest.count((rank + 1) % ranks)))
     return found
-
-
-def test_restarts_of_the_cases_are_none_one_and_two():
-    restarts = [
-        Case("gram_split", (2, 2), coefficient_type=kind, steps=steps).settings.restarts
-        for kind, steps in (("cubic5", 5), ("quintic", 5), ("polar_express", 8))
-    ]
-    assert [len(found) for found in restarts] == [0, 1, 2]
 
 
 def test_one_plan_gives_what_its_buckets_give_alone(run):

@@ -72,6 +72,3 @@ def test_a_norm_that_becomes_held_is_that_of_the_next_step():
     opt.param_groups[0].update(weight_norm="hold", weight_decay=0.0)
     run(opt, p, range(2, 4))
     assert p.detach().norm().item() == pytest.approx(norm, rel=1e-12)
-
-
-# SOAP's.

@@ -93,6 +93,3 @@ def test_a_gradient_of_zeros_is_a_previous_gradient():
         opt.step()
     assert_close(p.detach(), expected, 1e-5)
     assert_close(q.detach(), of_q, 1e-5)
-
-
-# Rates of zero: torch.distributed.checkpoint makes state by such steps, before the weights are loaded.

@@ -14,15 +14,11 @@ SETTINGS = {"lr": 0.05, "betas": (0.9, 0.99), "weight_decay": 0.1, "warmup_steps
 
 
 def reference_steps(p, gradients, variant, lr=0.025, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, warmup_steps=0):
-    """The algorithm for one tensor in fp64, from the definitions of its three points; None is a step without it."""
+    """The algorithm for one tensor in fp64, from the definitions of its three points."""
     z = x = y = p.detach().double()
-    v, total, largest, t = torch.zeros_like(z), 0.0, 0.0, 0
-    for k, g in enumerate(gradients, 1):
-        if g is None:
-            continue
-        g = g.double()
-        t += 1
-        rate = lr * (min(1.0, k / warmup_steps) if warmup_steps else 1.0)
+    v, total, largest = torch.zeros_like(z), 0.0, 0.0
+    for t, g in enumerate((g.double() for g in gradients), 1):
+        rate = lr * (min(1.0, t / warmup_steps) if warmup_steps else 1.0)
         v = betas[1] * v + (1 - betas[1]) * g**2
         u = g / ((v / (1 - betas[1] ** t)).sqrt() + eps)
         if variant == "kempnerforge":

@@ -89,9 +89,6 @@ def test_zero_gradients_make_no_basis(settings):
     assert torch.equal(p, q)
 
 
-# SOAP-Muon, as modded-nanogpt's third track runs it.
-
-
 def steps_of_both(ours, theirs, params, copies, steps):
     for step in steps:
         set_gradients(params, step)

@@ -1,4 +1,4 @@
-"""Costs against the published formulas, bytes against what is sent by definition, and what is refused."""
+"""Costs against published figures, and of a plan against those of its ranks."""
 
 from collections import Counter
 

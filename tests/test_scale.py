@@ -9,7 +9,7 @@ import scale
 HASH = 32  # bytes
 
 
-def test_what_ranks_say_grows_with_what_is_different_and_not_with_the_ranks():
+def test_what_ranks_say_grows_with_what_differs_not_with_ranks():
     """Beside each different value, which a sum over all ranks sends twice: a hash and a size of every rank."""
     for ranks, kinds in ((64, 16), (4096, 16), (4096, 1024)):
         assert scale.compared(ranks) == (1, HASH * (ranks - 1))

@@ -161,7 +161,10 @@ def _divided(x: Tensor, divisor: Tensor, out: Tensor) -> Tensor:
 
 
 def _rounds_as(dtype: torch.dtype, out: torch.dtype) -> bool:
-    """Whether a quotient may be rounded to its own dtype before it is written: that of powers of two to fp32, too."""
+    """Whether a quotient may be rounded to its own dtype first.
+
+    What goes from bf16 to fp32 is divided by a power of two, which is exact.
+    """
     return dtype == out or dtype.itemsize > 2 or (dtype, out) == (torch.bfloat16, torch.float32)
 
 

@@ -227,7 +227,7 @@ def test_a_function_that_cannot_serve_is_refused_before_a_step(cls, settings, fu
 # What a constructor was given.
 
 
-def test_a_groups_setting_that_a_function_takes_the_place_of_is_refused():
+def test_a_setting_that_a_function_replaces_is_refused():
     for later in (False, True):
         setting = {"num_ns_steps": 10}
         opt = TensorParallelMuon([{"params": parameters(), **({} if later else setting)}], **SAME)

@@ -11,4 +11,4 @@ INLINE = re.compile(r"(?<!<span></span>)<code>[^<]*</code>")  # the span stands 
 
 def on_page_content(html: str, **kwargs: Any) -> str:
     """Called for each page, with what its Markdown became."""
-    return INLINE.sub(lambda code: re.sub(r"(?<![\w-])--[\w-]+", r'<span class="flag">\g<0></span>', code[0]), html)
+    return INLINE.sub(lambda code: re.sub(r"(?<![\w-])--[\w-]*", r'<span class="flag">\g<0></span>', code[0]), html)

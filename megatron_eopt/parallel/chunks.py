@@ -18,7 +18,7 @@ from megatron_eopt.parallel.layout import Layout, split_layout
 from megatron_eopt.parallel.plan_records import Bucket, Matrix, Plan, grouped
 from megatron_eopt.parallel.rectangles import Rectangle, Shape
 from megatron_eopt.parallel.schemes.whole import Job
-from megatron_eopt.parallel.workspace import Workspace, chunk_bytes
+from megatron_eopt.parallel.workspace import BYTES_OF_ENTRY, REUSED_BYTES, Workspace, chunk_bytes
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,8 @@ class Compiler:
     ) -> list[CompiledChunk]:
         """A plan's chunks with these parameters.
 
-        Programs are for as many parameters as the workspace has room to copy, of each entry so many bytes.
+        Programs are for as many parameters as the workspace has room to copy, of each entry so many bytes. On a CPU
+        they are for fewer, so that the next one takes the same memory again.
         """
         kept = set(parameters)
         numbers = {m for m, i in enumerate(self.parameter_of) if i in kept}
@@ -170,6 +171,9 @@ class Compiler:
 
         They follow one another bucket by bucket, so that a slice has few shapes.
         """
+        room = self._workspace.iteration
+        if self._device.type == "cpu":
+            room = min(room, REUSED_BYTES // 4 * BYTES_OF_ENTRY)
         rows = dict[int, tuple[int, int]]()
         for bucket, of_bucket in enumerate(stacked):
             for row, m in enumerate(of_bucket):
@@ -186,7 +190,7 @@ class Compiler:
                 own.update(dict(plan.matrices[m].held))
             held[group] = held.get(group, Counter()) + own
             most = sum(max(of_ranks.values(), default=0) for of_ranks in held.values())
-            if not parts or most * copied > self._workspace.iteration:
+            if not parts or most * copied > room:
                 parts.append([])
                 held = {group: own}
             parts[-1].append(i)

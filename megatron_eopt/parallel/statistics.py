@@ -11,9 +11,9 @@ from torch.nn.functional import pad
 
 from megatron_eopt.parallel.collectives import all_reduce
 from megatron_eopt.parallel.plan_records import Matrix, grouped
+from megatron_eopt.parallel.workspace import REUSED_BYTES
 
 MOST_WIDE_BYTES = 2**26  # of a copy in fp64, unless a single row takes more
-REUSED_BYTES = 2**22  # of a copy whose memory a CPU takes again: what is larger it asks the system for each time
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -171,12 +171,12 @@ def _sums_of(
 
 def _squares(x: Tensor) -> Tensor:
     if x.device.type == "cpu":  # which takes seven times as long for norms of columns
-        return x.double().square_().sum(2)
+        return x.to(torch.float64, copy=True).square_().sum(2)
     return torch.linalg.vector_norm(x, dim=2, dtype=torch.float64).square()
 
 
 def _products(x: Tensor, y: Tensor) -> Tensor:
-    return x.double().mul_(y).sum(2)
+    return x.to(torch.float64, copy=True).mul_(y).sum(2)
 
 
 def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
@@ -204,7 +204,8 @@ def _row_sums(sums: Callable[..., Tensor], *shards: Sequence[Tensor]) -> Tensor:
         for top in range(0, max(1, rows), height):
             stacks = []
             for xs in shards:
-                stacks.append(torch.stack([x[top : top + height] for x in xs[first : first + at_once]]))
+                some = [x[top : top + height] for x in xs[first : first + at_once]]
+                stacks.append(some[0][None] if len(some) == 1 else torch.stack(some))
             of_rows.append(sums(*stacks))
         of_shards.append(torch.cat(of_rows, 1))
     return torch.cat(of_shards)

@@ -17,7 +17,7 @@ from megatron_eopt.megatron.checkpoints.sharded_state import SavedState, refuse_
 from megatron_eopt.megatron.command_line import loads_its_own
 from megatron_eopt.megatron.config import config_of_run
 from megatron_eopt.megatron.first_step import check_steps, warn_of_unused
-from megatron_eopt.megatron.fused import Matrices, logical_matrices, tag, warn_of_shared_keys
+from megatron_eopt.megatron.fused import Matrices, logical_matrices, tag, warnings_of_shared_keys
 from megatron_eopt.megatron.given import idle_flags, idle_settings, typed_of, warnings_of
 from megatron_eopt.megatron.manifest import build_manifest
 from megatron_eopt.megatron.metrics_log import interval_of, measure
@@ -67,9 +67,9 @@ class OptimizerOfRun:
         caveat = releases.caveat(self.facts.release)
         if caveat is not None:
             consensus.log_rank0(caveat)
-        for warning in warnings_of(self.facts.config, self.facts.args):
-            consensus.log_rank0(f"warning: {warning}")
         self.describe()
+        for warning in self.warnings():
+            consensus.log_rank0(f"warning: {warning}")
         of_all = parameters_of(self.model_chunks, self.groups)
         consensus.on_all_ranks(lambda: consensus.refuse_different_parameters(of_all, self.groups))
         self.assigned = assignment.assign(self.parameters, self.config, config_overrides)
@@ -94,7 +94,14 @@ class OptimizerOfRun:
         tag_as_megatron(self.model_chunks, self.groups)  # before overrides select by these attributes
         self.parameters = trainable(self.model_chunks, self.groups)
         mark(self.parameters)
-        warn_of_shared_keys(self.parameters, self.groups.tp.size(), on(self.facts.model, "sequence_parallel"))
+
+    def warnings(self) -> list[str]:
+        """What to say before the parameters are assigned."""
+        sequence_parallel = on(self.facts.model, "sequence_parallel")
+        return [
+            *warnings_of(self.facts.config, self.facts.args),
+            *warnings_of_shared_keys(self.parameters, self.groups.tp.size(), sequence_parallel),
+        ]
 
     def refuse_idle_flags(self) -> None:
         """Refuse typed flags, and warn of settings, that no optimizer of any rank reads."""

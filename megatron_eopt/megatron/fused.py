@@ -10,7 +10,6 @@ from megatron_eopt import matrices
 from megatron_eopt.family import SplitName
 from megatron_eopt.matrices import ATTRIBUTE, GATE_UP, WHOLE, Split, declared_split, is_transposed
 from megatron_eopt.megatron.assignment import Assignment
-from megatron_eopt.megatron.consensus import log_rank0
 from megatron_eopt.megatron.model_parameters import ModelParameter, attention_config, is_qkv_projection
 from megatron_eopt.parallel.attributes import is_sharded
 from megatron_eopt.registry import class_named, get_qkv_split_shapes
@@ -71,15 +70,16 @@ def _put(tensor: Tensor, name: str, value: object) -> None:
         delattr(tensor, name)
 
 
-def warn_of_shared_keys(parameters: Iterable[ModelParameter], ranks: int, sequence_parallel: bool) -> None:
-    """Warn of latent attention with incomplete gradients of shared keys."""
+def warnings_of_shared_keys(parameters: Iterable[ModelParameter], ranks: int, sequence_parallel: bool) -> list[str]:
+    """A warning of latent attention with incomplete gradients of shared keys."""
     down = [p for p in parameters if p.path.endswith((".linear_kv_down_proj", ".linear_qkv_down_proj"))]
-    if ranks > 1 and down and (is_sharded(down[0].tensor) or not sequence_parallel):
-        log_rank0(
-            f"warning: the gradient of {down[0].name} is incomplete, whatever the optimizer: Megatron sums that of the "
-            f"keys' positions over the heads of one tensor-parallel rank of {ranks} alone. Set "
-            f"--tensor-model-parallel-size 1, or take Transformer Engine's layers with --sequence-parallel"
-        )
+    if ranks == 1 or not down or not (is_sharded(down[0].tensor) or not sequence_parallel):
+        return []
+    return [
+        f"the gradient of {down[0].name} is incomplete, whatever the optimizer: Megatron sums that of the keys' "
+        f"positions over the heads of one tensor-parallel rank of {ranks} alone. Set --tensor-model-parallel-size 1, "
+        f"or take Transformer Engine's layers with --sequence-parallel"
+    ]
 
 
 def is_declared(parameter: ModelParameter) -> bool:

@@ -88,17 +88,30 @@ def resolve(
         resolved[info.name], wrong = _resolve_one(entries, info)
         for mistake in wrong:
             mistakes[mistake].append(info.name)
+    lines = unmatched(entries, infos, optimizer, matches)
+    for mistake in sorted(mistakes):
+        lines.append(f"{mistake}, for {listed(sorted(mistakes[mistake]), most=1)}")
+    if lines:
+        raise OverrideError("\n".join(lines))
+    return resolved
+
+
+def unmatched(
+    entries: Iterable[Entry],
+    parameters: Iterable[ParameterInfo],
+    optimizer: str | None,
+    matches: Sequence[int] | None = None,
+) -> list[str]:
+    """Mistakes of selectors that match nothing; arguments as for :func:`resolve`."""
+    entries = list(entries)
+    infos = _with_optimizers(entries, parameters, optimizer)
     if matches is None:
         matches = match_counts(entries, infos, optimizer)
     lines = []
     for entry, count in zip(entries, matches, strict=True):
         if not count and entry.layer != Layer.DEFAULTS:
             lines.append(f"{entry.source}: select: {_no_match(entry.selector, infos)}")
-    for mistake in sorted(mistakes):
-        lines.append(f"{mistake}, for {listed(sorted(mistakes[mistake]), most=1)}")
-    if lines:
-        raise OverrideError("\n".join(lines))
-    return resolved
+    return lines
 
 
 def match_counts(entries: Iterable[Entry], parameters: Iterable[ParameterInfo], optimizer: str | None) -> list[int]:

@@ -86,8 +86,8 @@ def test_a_rank_plans_the_matrices_that_are_dealt_to_it(more):
 
 def test_flags_without_effect_are_listed(capsys):
     flags = [*map(str, [*SMALL_GPT, *RUN])]
-    assert planned_run(flags).idle == []
-    assert planned_run([*flags, "--muon-momentum-from-adam", "--load", "elsewhere"]).idle == []
+    assert planned_run(flags).refused == []
+    assert planned_run([*flags, "--muon-momentum-from-adam", "--load", "elsewhere"]).refused == []
     assert main(["plan", "--", *flags, "--lion-beta1", "0.5"]) == 1
     assert "The run will be refused: --lion-beta1" in capsys.readouterr().out
 
@@ -97,12 +97,65 @@ def test_flags_without_effect_are_listed(capsys):
     [
         (["--world-size", 4], "unrecognized arguments: --world-size 4"),
         (["--optimizer", "adam"], "without effect, with --optimizer adam"),
+        (["--num-attention-heads", 5], "Megatron refuses these flags: assert args.hidden_size % args.num_attention_he"),
+        (["--fp16"], "emerging optimizer with fp16 is not supported"),
+        (["--bf16", "--fp8-param-gather"], "leave --fp8-param-gather and --fp4-param-gather away"),
+        (["--bf16", "--loss-scale", 8], "bf16 needs no loss scale"),
+        (["--qk-clip"], "DotProductAttention records no largest logits"),
     ],
 )
 def test_what_the_run_would_be_refused_for(capsys, flags, message):
     with pytest.raises(SystemExit):
         main(["plan", "--", *map(str, [*SMALL_GPT, *RUN, *flags])])
     assert message in capsys.readouterr().err
+
+
+def test_what_transformer_engine_can_is_planned():
+    """Its attention records the largest logits, and is not built."""
+    assert planned_run([*map(str, [*SMALL_GPT, *RUN, "--transformer-impl", "transformer_engine", "--qk-clip"])]).stages
+
+
+def selecting(folder, *selectors):
+    """Flags of a run with overrides for these selectors."""
+    overrides = folder / "overrides.json"
+    overrides.write_text(json.dumps({selector: {"lr": 0.02} for selector in selectors}))
+    return [*map(str, [*SMALL_GPT, *RUN, "--optimizer-overrides", overrides])]
+
+
+def test_a_selector_may_be_for_another_stage(tmp_path):
+    flags = selecting(tmp_path, *(f"layers.{number}.mlp.linear_fc1.weight" for number in (0, 1)), "linear_fcc1.weight")
+    run = planned_run([*flags, "--pipeline-model-parallel-size", "2"], 2)
+    (refused,) = run.refused
+    assert refused.endswith(":1: select: 'linear_fcc1.weight' matches no parameter, did you mean 'linear_fc1.weight'?")
+
+
+@pytest.mark.parametrize(
+    ("flags", "elsewhere"),
+    [
+        (["--transformer-impl", "transformer_engine"], "layers of Transformer Engine"),
+        ([*MOE, "--expert-model-parallel-size", 2], "experts of other ranks"),
+    ],
+)
+def test_what_cannot_be_known_of_a_selector_is_said(tmp_path, flags, elsewhere):
+    run = planned_run([*selecting(tmp_path, "layer_norm_weight"), *map(str, flags)], 2)
+    assert run.refused == []
+    (doubtful,) = run.doubtful
+    assert "select: 'layer_norm_weight' matches no parameter" in doubtful
+    assert f"(unless it is for {elsewhere}, which a plan does not build)" in doubtful
+
+
+def test_an_optimizer_without_matrices_is_refused(tmp_path):
+    overrides = tmp_path / "overrides.json"
+    overrides.write_text(json.dumps({"*": {"optimizer": "adam"}}))
+    (refused,) = planned_run([*map(str, [*SMALL_GPT, *RUN, "--optimizer-overrides", overrides])]).refused
+    assert refused.startswith("--optimizer muon is for matrices, and it has none on any rank")
+
+
+def test_what_the_run_would_warn_of():
+    flags = [*map(str, [*SMALL_GPT, *RUN])]
+    assert planned_run(flags).warned == []
+    (warned,) = planned_run([*flags, "--muon-extra-scale-factor", "1"]).warned
+    assert warned.startswith("muon with scale mode spectral makes updates of RMS 1, 5 times Adam's 0.2")
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.nn import Module, Parameter
 
-from megatron_eopt.redirect import Redirection, Redirections, around
+from megatron_eopt.redirect import Original, Redirection, Redirections, answer, around
 from megatron_eopt.tools import cpu
-from megatron_eopt.tools.plan.parsed import parsed
+from megatron_eopt.tools.plan.parsed import READ_LATER, parsed
 
 if TYPE_CHECKING:
     from megatron_eopt.megatron.factory import OptimizerOfRun
@@ -46,9 +46,9 @@ def described_run(
         stack.enter_context(redirect_stdout(io.StringIO()))
         stack.callback(setattr, sys, "argv", sys.argv)
         sys.argv = ["pretrain", *flags]  # Megatron's parser reads from here alone
-        args, transformer_engine = parsed(rank, world_size)
+        args, typed = parsed(rank, world_size)
         _make_process_groups(args, stack)
-        yield _described(args, transformer_engine)
+        yield _described(args, typed)
 
 
 def _make_process_groups(args: Namespace, stack: ExitStack) -> None:
@@ -56,6 +56,7 @@ def _make_process_groups(args: Namespace, stack: ExitStack) -> None:
     from megatron.training import global_vars, initialize
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    layer_wise = "megatron.core.optimizer.layer_wise_optimizer:LayerWiseDistributedOptimizer"
     redirections = Redirections(
         [
             Redirection(
@@ -70,6 +71,9 @@ def _make_process_groups(args: Namespace, stack: ExitStack) -> None:
                 around(lambda real, *args, k_channels=None, v_channels=None, **kw: real(*args, **kw)),
                 "latent attention gives it heads of two sizes, and it is only looked at",
             ),
+            Redirection(torch.Tensor, "type", _type_on_gpu, "Megatron takes fp32 copies of a GPU's tensors alone"),
+            Redirection(layer_wise, "shard_params", _undealt, "the manifest has what all data-parallel ranks have"),
+            Redirection(layer_wise, "set_bucket_layerwise_params_list", answer(), "there are no gradient buffers"),
         ],
         importers=("megatron", "torch.distributed"),
     )
@@ -83,7 +87,19 @@ def _make_process_groups(args: Namespace, stack: ExitStack) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(args.seed)
 
 
-def _described(args: Namespace, transformer_engine: bool) -> tuple["OptimizerOfRun", dict[Any, Any]]:
+@around
+def _type_on_gpu(real: Original, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    found = real(tensor, *args, **kwargs)
+    return found.replace(".meta.", ".") if isinstance(found, str) else found
+
+
+@around
+def _undealt(shard_params: Original, self: Any, *args: Any) -> None:
+    self.dp_cp_params_list = None  # as on a single rank
+    self.expt_dp_params_list = None
+
+
+def _described(args: Namespace, typed: Namespace) -> tuple["OptimizerOfRun", dict[Any, Any]]:
     from megatron.core import optimizer
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training import training
@@ -92,7 +108,10 @@ def _described(args: Namespace, transformer_engine: bool) -> tuple["OptimizerOfR
     from megatron_eopt.megatron.given import complete
 
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    chunks = list(_chunks(args, groups, transformer_engine))
+    chunks = list(_chunks(args, groups, typed.transformer_impl != "local"))
+    vars(args).update({name: getattr(typed, name) for name in READ_LATER})
+    for chunk in chunks:
+        chunk.ddp_config = training.get_megatron_ddp_config(args)
     config, overrides = training.get_megatron_optimizer_config(args)
     complete(config, args)
     if args.use_mup:
@@ -116,6 +135,7 @@ def _chunks(args: Namespace, groups: Any, transformer_engine: bool) -> Iterator[
     for chunk in built:
         if transformer_engine:
             _replicate_down_projections(chunk)
+            _record_largest_logits(chunk)
         vars(chunk.config).update(split)
         if args.use_torch_fsdp2:
             yield TorchFullyShardedDataParallel(chunk.config, None, chunk)
@@ -132,3 +152,12 @@ def _replicate_down_projections(chunk: Module) -> None:
             layer.weight = Parameter(layer.weight.new_empty(layer.output_size, layer.input_size))
             layer.weight.allreduce = True
             set_defaults_if_not_set_tensor_model_parallel_attributes(layer.weight)
+
+
+def _record_largest_logits(chunk: Module) -> None:
+    """Let attention say that it records them, as Transformer Engine's does."""
+    from megatron_eopt.megatron.qk_clip import MAXIMA
+
+    for layer in chunk.modules():
+        if hasattr(layer, "core_attention"):
+            setattr(layer.core_attention, MAXIMA, None)

@@ -22,15 +22,17 @@ _SET: dict[str, Any] = {
         False,
     ),
 }
+# What Megatron's checks and its model are not told, and the checks of the optimizer are.
+READ_LATER = ("load", "transformer_impl", "fp8_param_gather", "fp4_param_gather")
 # Flags that take a model from a file, or make one of Transformer Engine's layers or of shards of another kind.
 _ELSEWHERE = "use_checkpoint_args yaml_cfg hybrid_layer_pattern hybrid_override_pattern use_megatron_fsdp".split()
 
 
-def parsed(rank: int, world_size: int) -> tuple[Namespace, bool]:
+def parsed(rank: int, world_size: int) -> tuple[Namespace, Namespace]:
     """Parse and validate the flags in ``sys.argv`` for one rank.
 
-    Returned are Megatron's arguments, changed where a GPU would be needed, and whether Transformer Engine's layers are
-    requested. A ValueError is for models that cannot be described.
+    Returned are Megatron's arguments, changed where a GPU would be needed, and those that were typed. A ValueError is
+    for models that cannot be described.
     """
     from megatron.training import arguments
 
@@ -38,9 +40,7 @@ def parsed(rank: int, world_size: int) -> tuple[Namespace, bool]:
     for name in _ELSEWHERE:
         if getattr(args, name, None):
             raise ValueError(f"a run with --{name.replace('_', '-')} cannot be described without a GPU")
-    transformer_engine = args.transformer_impl != "local"
-    load = args.load
+    typed = Namespace(**vars(args))
     vars(args).update(_SET, rank=rank, world_size=world_size)
     arguments.validate_args(args)
-    args.load = load  # without it flags of a load would have no effect
-    return args, transformer_engine
+    return args, typed

@@ -1,21 +1,22 @@
 """The optimizers of a described run, on the meta device: state and plans."""
 
 from collections.abc import Sequence
+from inspect import unwrap
 from math import prod
+from typing import Any
 
-import torch
+import megatron.core.optimizer as core_optimizer
 from torch import Tensor
 
-from megatron_eopt.megatron.assignment import NOT_REGISTERED, assignments, group_settings
+from megatron_eopt.megatron.assignment import assignments
 from megatron_eopt.megatron.dealing import balances, items_of
 from megatron_eopt.megatron.factory import OptimizerOfRun
 from megatron_eopt.megatron.fused import tag
 from megatron_eopt.megatron.manifest import rows_here
 from megatron_eopt.megatron.overrides import Overrides, all_entries
-from megatron_eopt.megatron.wrappers import OptimizerParameter
+from megatron_eopt.megatron.wrappers import OptimizerParameter, optimizer_parameters
 from megatron_eopt.parallel.attributes import is_expert
 from megatron_eopt.parallel.deal import deal, snake_order
-from megatron_eopt.registry import EMERGING_OPTIMIZERS, create_emerging_optimizer
 from megatron_eopt.routing import ManifestRow
 from megatron_eopt.screen import megabytes
 from megatron_eopt.step.base import BaseOptimizer
@@ -30,8 +31,9 @@ def planned_stage(run: OptimizerOfRun, overrides: Overrides) -> tuple[list[Manif
     run.describe()
     entries = all_entries(run.config, overrides)
     run.assigned = assignments(run.parameters, run.config, entries, [1] * len(entries))
-    tag(run.check()[0])
-    built = _built(run)
+    matrices, of_groups = run.check()
+    tag(matrices)
+    built = _build(run, of_groups)
     rows = rows_here(built, run.assigned, run.config, run.groups, settled=False)
     others = _dealt_to_others(built, run)
     here = [each for each in built if each.main not in others]
@@ -40,25 +42,11 @@ def planned_stage(run: OptimizerOfRun, overrides: Overrides) -> tuple[list[Manif
     return rows, "\n\n".join(texts)
 
 
-def _built(run: OptimizerOfRun) -> list[OptimizerParameter]:
-    """Optimizers of the assigned parameters, with main copies as in the run."""
-    config = run.config
-    built = []
-    for name in dict.fromkeys(each.optimizer for each in run.assigned if each.optimizer is not None):
-        members = [each for each in run.assigned if each.optimizer == name]
-        groups = []
-        for each in members:
-            tensor = each.parameter.tensor
-            main = torch.nn.Parameter(torch.empty_like(tensor, dtype=torch.float32 if config.bf16 else tensor.dtype))
-            main.__dict__.update(tensor.__dict__)
-            groups.append({"params": [main], **group_settings(each, config)})
-        if name in EMERGING_OPTIMIZERS:
-            optimizer, _ = create_emerging_optimizer(config, groups, name, run.model_chunks, run.groups)
-        else:
-            optimizer = NOT_REGISTERED[name](groups, lr=0.0)
-        for each, group in zip(members, optimizer.param_groups, strict=True):
-            built.append(OptimizerParameter(each.parameter.tensor, optimizer, group, group["params"][0]))
-    return built
+def _build(run: OptimizerOfRun, overrides: dict[Any, Any]) -> list[OptimizerParameter]:
+    """Let Megatron build the optimizer of all data-parallel ranks together."""
+    builder = unwrap(core_optimizer._get_megatron_emerging_optimizer)  # Megatron's own, behind ours
+    run.build(lambda config, given: builder(config, run.model_chunks, given, pg_collection=run.groups), overrides)
+    return list(optimizer_parameters(run.optimizer))
 
 
 def _dealt_to_others(built: Sequence[OptimizerParameter], run: OptimizerOfRun) -> set[Tensor]:

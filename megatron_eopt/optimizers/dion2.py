@@ -109,7 +109,7 @@ class Dion2(StackedOptimizer):
 
     def _entries(self, plan: MatrixPlan) -> int:
         """Of what comes back: an update and a momentum."""
-        return 2 * prod(plan.layout.shape)
+        return 2 * plan.arriving
 
     def update(self, stack: Stack) -> Rule:
         """``O`` of what is selected, zero elsewhere; also ``M``, with error feedback."""

@@ -54,10 +54,28 @@ class OwnerExchange:
         """Send what :func:`cut_up` made of matrices here; shards arrive as they were sent."""
         return all_to_all(flat, self._received, self._sent, self._group)
 
+    def send_to_each_copy(self, flat: Tensor) -> list[Pending[Tensor]]:
+        """Send what :func:`cut_up` made of :attr:`arriving`, to each copy of ranks by itself.
+
+        Copies lie alike, so that one buffer serves all. What arrives for this rank's copy has all shards, as they were
+        sent.
+        """
+        started = []
+        size = self.copy.stop - self.copy.start
+        for first in range(0, self._group.size(), size):
+            copy = slice(first, first + size)
+            arriving = self._sent if copy == self.copy else [0] * len(self._sent)
+            started.append(all_to_all(flat, _within(copy, self._received), arriving, self._group))
+        return started
+
     def _in_copy(self, sizes: Sequence[int]) -> list[int]:
-        """Sizes for the ranks of this rank's copy, and 0 for all others."""
-        within = range(self.copy.start, self.copy.stop)
-        return [size if rank in within else 0 for rank, size in enumerate(sizes)]
+        return _within(self.copy, sizes)
+
+
+def _within(ranks: slice, sizes: Sequence[int]) -> list[int]:
+    """Sizes for some ranks, and 0 for all others."""
+    some = range(ranks.start, ranks.stop)
+    return [size if rank in some else 0 for rank, size in enumerate(sizes)]
 
 
 Factors = Tensor | list[Tensor]  # a stack (n x rows x cols), or its matrices; of any strides
@@ -92,6 +110,7 @@ class Spread:
     """How equal matrices are spread over a group."""
 
     matrix: Matrix  # one of them, with entries, cut or held in copies
+    count: int
     numbers: Sequence[int]  # how many each rank works on, in order; empty where each rank works on all
 
 
@@ -99,6 +118,9 @@ def bring(stacks: Sequence[Tensor], spread: Sequence[Spread], group: ProcessGrou
     """Start to bring matrices where they are worked on, from stacks of shards."""
     if not spread[0].numbers:
         return gather(stacks, [kind.matrix for kind in spread], group)
+    if spread[0].matrix.copies == group.size():
+        rank = group.rank()
+        return lambda: [x.split(list(kind.numbers))[rank] for x, kind in zip(stacks, spread, strict=True)]
     owners = _owners(spread, group)
     pending = owners.send(_by_rank(stacks, spread, owners.copy))
     return lambda: assemble(pending.wait(), [[run] for run in owners.arriving])
@@ -109,12 +131,13 @@ def hand_out(stacks: Sequence[Tensor], spread: Sequence[Spread], group: ProcessG
     shards = [kind.matrix.rectangles[group.rank()] for kind in spread]
     if not spread[0].numbers:
         return lambda: [cut_out(x, shard) for x, shard in zip(stacks, shards, strict=True)]
-    shapes = [(sum(kind.numbers), *shard.shape) for kind, shard in zip(spread, shards, strict=True)]
+    shapes = [(kind.count, *shard.shape) for kind, shard in zip(spread, shards, strict=True)]
     if spread[0].matrix.copies == group.size():
         return _hand_out_whole(stacks, spread, shapes, group)
     owners = _owners(spread, group)
-    pending = owners.send_back(cut_up(stacks, owners.here))
-    return lambda: _of_stacks(pending.wait(), spread, shapes)
+    pending = owners.send_to_each_copy(cut_up(stacks, owners.arriving))
+    # all that arrives comes with one of them
+    return lambda: _of_stacks(max((each.wait() for each in pending), key=Tensor.numel), spread, shapes)
 
 
 def _hand_out_whole(

@@ -1,7 +1,8 @@
 """Optimizers that step stacks, and deal the matrices that they need whole to ranks.
 
 A chunk of bounded size steps at a time. Where an optimizer needs whole matrices, shards of cut ones go to their compute
-ranks, which alone have the further state of a matrix, and come back, by one collective of the chunk each way.
+ranks, which alone have the further state of a matrix, and come back, by one collective of the chunk each way, or one
+for each copy of what several ranks have.
 """
 
 from collections import Counter
@@ -9,7 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from math import prod
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -174,7 +174,7 @@ class StackedOptimizer(BaseOptimizer):
         if not plan.cost:
             return max(shard.numel for shard in plan.layout.rectangles)
         # gradient and moments come together; a factor may be larger
-        return max([3 * prod(plan.layout.shape), *(length**2 for length in plan.factor_lengths)])
+        return max([3 * plan.arriving, *(length**2 for length in plan.factor_lengths)])
 
     def _loads(self, members: Sequence[Member]) -> Loads:
         """Bytes of matrices in a chunk."""

@@ -7,6 +7,7 @@ advance in lockstep, so that one collective serves all that ask for the same.
 from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, compress, islice
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -60,6 +61,14 @@ class MatrixPlan:
     def gathered(self) -> bool:
         """Whether a rank needs what others have of it."""
         return self.cost > 0 and self.layout.ranks > 1
+
+    @property
+    def arriving(self) -> int:
+        """Entries of the whole matrix where it arrives: an all-gather takes as many of each rank."""
+        whole = prod(self.layout.shape)
+        if not self.gathered or self.compute_rank is not None:
+            return whole
+        return max(whole, self.layout.ranks * max(shard.numel for shard in self.layout.rectangles))
 
     @property
     def factor_lengths(self) -> list[int]:
@@ -151,7 +160,7 @@ class Stack:
             numbers = [ranks.count(rank) for rank in range(plan.layout.ranks)]
             self.own = [member for rank, member in in_order if rank == plan.layout.rank]
         if plan.gathered:
-            self.spread = Spread(self.matrix, numbers)
+            self.spread = Spread(self.matrix, len(self.members), numbers)
 
     def begin(self, inputs: Inputs) -> None:
         """Take what a step reads."""

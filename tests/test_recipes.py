@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from megatron_eopt.parallel.exchange_cost import Side
 from megatron_eopt.settings.records import Setting
 from megatron_eopt.settings.values import ABOVE_0, Scalar
 from megatron_eopt.step.parameters import DescribedMatrix, Matrices
@@ -49,6 +50,9 @@ class ColumnNorm(StackedOptimizer):
     def _describe(self, name: str, plan: MatrixPlan, parameter: Tensor) -> DescribedMatrix:
         size = self.group_of(parameter)["size"]
         return DescribedMatrix(name, plan.layout.shape, "norms" if plan.layout.sharded else "local", size, size)
+
+    def _side_sums(self, plan: MatrixPlan, parameter: Tensor) -> list[Side]:
+        return [Side(1, 1, torch.float64.itemsize)]
 
     def update(self, stack: Stack) -> Rule:
         """Columns over their norms."""

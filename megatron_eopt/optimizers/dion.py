@@ -13,6 +13,7 @@ from megatron_eopt.kernels.precision import fp32_products
 from megatron_eopt.orthogonalize.bases import orthonormal_columns
 from megatron_eopt.orthogonalize.scale import muon_scale_factor
 from megatron_eopt.orthogonalize.spectral import start_basis
+from megatron_eopt.parallel.exchange_cost import Side
 from megatron_eopt.parallel.rectangles import Rectangle
 from megatron_eopt.settings.records import Setting
 from megatron_eopt.settings.values import ABOVE_0_UP_TO_1, Scalar
@@ -107,6 +108,10 @@ class Dion(StackedOptimizer):
         **settings: Unpack[Matrices],
     ) -> None:
         super().__init__(params, locals())
+
+    def _side_sums(self, plan: MatrixPlan, parameter: Tensor) -> list[Side]:
+        rank = rank_of(self._fraction(parameter), *plan.layout.shape)
+        return [Side(dim, rank, wide(parameter).itemsize) for dim in (0, 1)]
 
     def _describe(self, name: str, plan: MatrixPlan, parameter: Tensor) -> DescribedMatrix:
         rows, cols = plan.layout.shape

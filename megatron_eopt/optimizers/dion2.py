@@ -71,6 +71,8 @@ class Dion2(StackedOptimizer):
         GROUP_PRECISION,
         Setting("fraction", "The part of the short side of a matrix that a step selects.", ABOVE_0_UP_TO_1),
     )
+    gathered = 1  # momenta
+    scattered = 2  # updates and momenta
 
     def __init__(
         self,

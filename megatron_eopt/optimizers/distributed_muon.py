@@ -168,6 +168,10 @@ class DistributedMuon(StackedOptimizer):
         rms = predicted_update_rms(*shape, _SCALE)
         return replace(super()._describe(name, plan, parameter), scale=scale, rms=rms)
 
+    def plan(self) -> str:
+        """How ranks share the work."""
+        return "Each rank computes factors of its matrices, and sends them to all others, one matrix at a time."
+
     def _check_together(self, group: Mapping[str, Any]) -> None:
         get_coefficients(_COEFFICIENTS, group["ns_steps"])
 

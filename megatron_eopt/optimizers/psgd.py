@@ -99,6 +99,8 @@ class PSGDKron(StackedOptimizer):
     fixed_by_state = ("max_dim",)
     counters = frozenset({CLOCK})
     row_order_matters = True
+    gathered = 1  # momenta
+    scattered = 1  # updates
 
     def __init__(
         self,

@@ -68,6 +68,8 @@ class Preconditioning(FactoredOptimizer):
             dimensions that is not declared as a stack, or shards without a group.
     """
 
+    gathered = 2  # gradients and momenta
+    scattered = 1  # updates
     whitens: ClassVar[bool] = False  # whether gradients are whitened by the other side before a factor follows them
     own_settings = (
         GROUP_PRECISION,

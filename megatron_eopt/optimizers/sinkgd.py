@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from megatron_eopt.parallel.exchange_cost import Side
 from megatron_eopt.settings.records import Setting
 from megatron_eopt.settings.values import Scalar, count
 from megatron_eopt.step.parameters import DescribedMatrix, Matrices
@@ -42,6 +43,9 @@ class SinkGD(StackedOptimizer):
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """Describe none."""
         return []
+
+    def _side_sums(self, plan: MatrixPlan, parameter: Tensor) -> list[Side]:
+        return [Side(dim, 1, torch.float64.itemsize) for dim in (0, 1)] * self.group_of(parameter)["iterations"]
 
     def _describe(self, name: str, plan: MatrixPlan, parameter: Tensor) -> DescribedMatrix:
         return DescribedMatrix(name, plan.layout.shape, "norms" if plan.layout.sharded else "local", 1.0, 1.0)

@@ -119,6 +119,8 @@ class SOAP(FactoredOptimizer):
 
     takes = "matrices and vectors"
     moments = (EXP_AVG, EXP_AVG_SQ)
+    gathered = 3  # gradients and both moments
+    scattered = 2  # updates and second moments
     own_settings = (
         *ADAM,
         GROUP_PRECISION,

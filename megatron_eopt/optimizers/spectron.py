@@ -208,9 +208,9 @@ class Spectron(StackedOptimizer):
         self.prepare()
         return self._factors.engine.explain()
 
-    def engine_to_explain(self) -> Engine:
-        """The engine of :meth:`explain`, before ranks agree on it."""
-        return self._proposed_plan().engine
+    def plan(self) -> str:
+        """The table of :meth:`explain`, before ranks agree."""
+        return self._proposed_plan().engine.explain()
 
     @property
     def newton_schulz_calls(self) -> int:

@@ -349,9 +349,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         form, reason = step_form(self, device)
         return f"Symmetric products by {products} ({why}), elementwise work by {form} ({reason})."
 
-    def engine_to_explain(self) -> Engine:
-        """The engine of :meth:`explain`, before ranks agree on it."""
-        return self.proposed()
+    def plan(self) -> str:
+        """The table of :meth:`explain`, before ranks agree."""
+        return self.proposed().explain()
 
     @property
     def matrices_updated(self) -> int:

@@ -185,8 +185,9 @@ class WithAdamW(ReportingOptimizer):
         return {name: getattr(self, name) for name in names}
 
     def explain(self) -> str:
-        """Which parameters are the matrices', which AdamW's; their rates."""
-        return ownership(filter(None, (self.matrices, self.adamw)))
+        """Which parameters are the matrices', which AdamW's; their rates; what ranks exchange of the matrices."""
+        table = ownership(filter(None, (self.matrices, self.adamw)))
+        return "\n\n".join([table, *self.matrices.plans_of_ranks()])
 
     def skipped_steps(self) -> int:
         """How many steps were skipped; waits for the device."""

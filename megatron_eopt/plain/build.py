@@ -148,7 +148,8 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig | Any, **fields: A
     ]
     optimizer: Any = builder(groups, config)
     _check_built(optimizer_name, optimizer, trained)
-    table = optimizer.explain() if isinstance(optimizer, WithAdamW) else ownership([optimizer])
+    parts = [optimizer.matrices, optimizer.adamw] if isinstance(optimizer, WithAdamW) else [optimizer]
+    table = ownership(filter(None, parts))
     frozen = len(named) - len(trained)
     _log(f"{optimizer_name}:\n{table}" + f"\n{counted(frozen, 'parameter')} frozen" * bool(frozen))
     if optimizer_name in OPTIMIZERS and given.get("preset") is None:

@@ -30,6 +30,7 @@ from megatron_eopt.settings.of_class import check_effect, check_values, is_ours,
 from megatron_eopt.settings.other_names import OTHER_NAMES, by_our_names
 from megatron_eopt.settings.records import RECORDS, Setting
 from megatron_eopt.settings.values import without_dimensions
+from megatron_eopt.step.exchange_table import NOTHING
 from megatron_eopt.step.gradients import check_gradients
 from megatron_eopt.step.loaded_state import (
     apart,
@@ -254,9 +255,17 @@ class BaseOptimizer(ReportingOptimizer):
         """Each parameter's logical matrices; ``settled`` agrees on plans."""
         return {}
 
-    def engine_to_explain(self) -> Engine | None:
-        """The engine that orthogonalizes, before ranks agree on it, or None."""
-        return None
+    def plan(self) -> str:
+        """What a step does over ranks, before they agree on it."""
+        return NOTHING
+
+    def plans_of_ranks(self) -> list[str]:
+        """The plan, where several ranks share parameters."""
+        return [self.plan()] if self.proposed().groups else []
+
+    def explain(self) -> str:
+        """Also what ranks exchange, where several share parameters."""
+        return "\n\n".join([super().explain(), *self.plans_of_ranks()])
 
     def _check_settings(self, group: dict[str, Any]) -> None:
         """Refuse settings of a new, loaded or changed group that no step could use; numbers lose their dimensions."""

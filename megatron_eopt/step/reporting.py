@@ -28,8 +28,8 @@ class ReportingOptimizer(Optimizer):
         return sum(local(x).nbytes for state in states for x in state.values() if isinstance(x, Tensor))
 
     def explain(self) -> str:
-        """Which parameters it has, at which rates.
+        """Which parameters it has, at which rates, and what ranks exchange in a step; all ranks ask.
 
-        Muon and its relatives say how ranks exchange them; all ranks ask.
+        Muon and its relatives have a table of their plan alone.
         """
         return ownership([self])

@@ -18,16 +18,17 @@ from torch.distributed.tensor import DTensor
 
 from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.engine import Engine
+from megatron_eopt.parallel.exchange_cost import Exchange, Side, SideSum, brought, handed_out, summed
 from megatron_eopt.parallel.layout import Layout
 from megatron_eopt.parallel.plan_records import grouped
 from megatron_eopt.parallel.scheduler import Program, rounds
 from megatron_eopt.parallel.workspace import IN_FLIGHT
-from megatron_eopt.settings.modifiers import RADIUS
+from megatron_eopt.settings.modifiers import RADIUS, GroupModifiers
 from megatron_eopt.step.base import BaseOptimizer
+from megatron_eopt.step.exchange_table import Alike, Kind, exchange_table
 from megatron_eopt.step.foreach import where
 from megatron_eopt.step.nonfinite import Flag
 from megatron_eopt.step.parameters import DescribedMatrix, check_matrix, check_shard, names_of_last
-from megatron_eopt.step.session import StepCache
 from megatron_eopt.step.stacks import (
     WEIGHT,
     Chunk,
@@ -62,6 +63,9 @@ class StackedOptimizer(BaseOptimizer):
     """
 
     takes: ClassVar[Literal["matrices", "matrices and vectors"]] = "matrices"
+    # What a rule exchanges of each matrix in a step that moves weights:
+    gathered: ClassVar[int] = 0  # tensors that it gathers
+    scattered: ClassVar[int] = 0  # tensors that it scatters
 
     _plans: dict[Tensor, list[MatrixPlan]] | None = None
     _updated: int = 0
@@ -69,6 +73,10 @@ class StackedOptimizer(BaseOptimizer):
     def update(self, stack: Stack) -> Rule:
         """An optimizer's algorithm; None while it makes factors alone."""
         raise NotImplementedError
+
+    def _side_sums(self, plan: MatrixPlan, parameter: Tensor) -> Sequence[Side]:
+        """What a rule sums over ranks for rows and columns of each matrix, in its order."""
+        return ()
 
     @property
     def matrices_updated(self) -> int:
@@ -146,9 +154,10 @@ class StackedOptimizer(BaseOptimizer):
                 load[plan.compute_rank] += plan.cost
         return self._plans[parameter]
 
-    def _settled(self, engine: Engine) -> StepCache:
-        self._plans = None  # a setting may have changed
-        return super()._settled(engine)
+    def proposed(self) -> Engine:
+        """Also deals matrices anew: a setting may have changed."""
+        self._plans = None
+        return super().proposed()
 
     def skips_first_update(self, group: Mapping[str, Any]) -> bool:
         """Whether the first gradient makes factors alone."""
@@ -184,8 +193,10 @@ class StackedOptimizer(BaseOptimizer):
             plan = member.plan
             assert plan is not None, "matrices are dealt"
             loads[plan.compute_rank] += itemsize * self._entries(plan)
-            # shards are on every rank, before and after the compute rank has a matrix whole
-            loads[ALL_RANKS] += itemsize * 3 * max(shard.numel for shard in plan.layout.rectangles)
+            # on every rank: shards, before and after the compute rank has a matrix whole, and sums of a whole side
+            held = itemsize * max(shard.numel for shard in plan.layout.rectangles)
+            sums = [side.bytes_of(plan.layout.shape) for side in self._summed(plan, member.parameter)]
+            loads[ALL_RANKS] += 3 * (held + max(sums, default=0))
         return loads
 
     def _fits(self, loads: Loads) -> bool:
@@ -238,7 +249,8 @@ class StackedOptimizer(BaseOptimizer):
         if len(first) == len(steps):
             first = set()  # which are alike, too
         made_for = tuple(steps), frozenset(first)
-        chunks: list[list[Chunk[Stack]]] = settled.chunks_for(made_for, partial(self._make_chunks, steps, first))
+        make = partial(self._make_chunks, self.engine, settled.modifiers, steps, first)
+        chunks: list[list[Chunk[Stack]]] = settled.chunks_for(made_for, make)
         inputs = Inputs(self.param_groups, gradients_of(self._parameters(), steps), ok)
         for chunk in chain(*chunks):
             chunk.begin(inputs)
@@ -247,10 +259,55 @@ class StackedOptimizer(BaseOptimizer):
                 stack.moves = not (stack.first and any(stack.has_factor) and self.skips_first_update(stack.group))
         return chunks
 
-    def _make_chunks(self, steps: Iterable[int], first: Set[int]) -> list[list[Chunk[Stack]]]:
-        modifiers = self._session.settled.modifiers
+    def _make_chunks(
+        self, engine: Engine, modifiers: Sequence[GroupModifiers], steps: Iterable[int], first: Set[int]
+    ) -> list[list[Chunk[Stack]]]:
         listed = self._in_chunks(self._members(steps, first))
-        return [[Chunk(self, self.engine, members, modifiers, Stack) for members in together] for together in listed]
+        return [[Chunk(self, engine, members, modifiers, Stack) for members in together] for together in listed]
+
+    def plan(self) -> str:
+        """What a step exchanges, a table; before ranks agree."""
+        listed = self._proposed_chunks()
+        stacks = []
+        for stack in chain(*(chunk.stacks for chunk in chain(*listed))):
+            if stack.members[0].parameter.ndim > 1:
+                stacks.append(self._alike(stack))
+        return exchange_table(stacks, [[self.exchanges(chunk.stacks) for chunk in together] for together in listed])
+
+    def _proposed_chunks(self) -> list[list[Chunk[Stack]]]:
+        """Chunks of a step of all parameters."""
+        engine = self.proposed()
+        modifiers = list(map(self.modifiers_of, self.param_groups))
+        return self._make_chunks(engine, modifiers, range(len(self._parameters())), set())
+
+    def _alike(self, stack: Stack) -> Alike:
+        first = stack.members[0]
+        assert first.plan is not None, "matrices are dealt"
+        described = self._describe("", first.plan, first.parameter)
+        kind = Kind(described.shape, stack.matrix.group or "-", described.scheme)
+        return Alike(kind, len(stack.members), self.exchanges([stack]))
+
+    def exchanges(self, stacks: Sequence[Stack]) -> list[Exchange]:
+        """What stacks of a chunk exchange in a step that moves weights.
+
+        Numbers by which ranks agree are not in it, nor are norms that weights keep.
+        """
+        found = list[Exchange]()
+        spread = [stack.spread for stack in stacks if stack.spread is not None]
+        if spread:
+            found += brought([(each, self.gathered) for each in spread])
+            found += handed_out([(each, self.scattered) for each in spread])
+        sums = []
+        for stack in stacks:
+            first = stack.members[0]
+            assert first.plan is not None, "matrices are dealt"
+            sides = self._summed(first.plan, first.parameter)
+            sums.append([SideSum(stack.matrix, len(stack.members), side) for side in sides])
+        return found + summed(sums)
+
+    def _summed(self, plan: MatrixPlan, parameter: Tensor) -> Sequence[Side]:
+        """The sides that ranks sum; none of a matrix that each has whole."""
+        return self._side_sums(plan, parameter) if plan.layout.sharded else ()
 
     def _take(self, ok: Flag) -> None:
         steps = self._steps_of(ok)

@@ -84,6 +84,20 @@ def test_a_rank_plans_the_matrices_that_are_dealt_to_it(more):
     assert 64 < int(*of_mine) < 64 + 5
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "said"),
+    [
+        ("soap", r"SOAP\nmatrices .*\nall-to-all +tp +\d\S* +2\n"),
+        ("dion", r"Dion\nmatrices .*\nall-reduce +tp +\d\S* +2\n"),
+        ("lion", r"Lion\nRanks exchange nothing in a step\."),
+    ],
+)
+def test_other_optimizers_say_what_ranks_exchange(optimizer, said):
+    run = planned_run([*map(str, [*SMALL_GPT, *SHORT, *TP2, "--optimizer", optimizer])], 2)
+    [text] = run.stages
+    assert re.search(said, text, re.DOTALL)
+
+
 def test_flags_without_effect_are_listed(capsys):
     flags = [*map(str, [*SMALL_GPT, *RUN])]
     assert planned_run(flags).refused == []

@@ -19,6 +19,7 @@ from megatron_eopt.parallel.attributes import is_expert
 from megatron_eopt.parallel.deal import deal, snake_order
 from megatron_eopt.routing import ManifestRow
 from megatron_eopt.screen import megabytes
+from megatron_eopt.settings.of_class import settings_of
 from megatron_eopt.step.base import BaseOptimizer
 from megatron_eopt.step.parameters import NAME, local
 
@@ -38,7 +39,7 @@ def planned_stage(run: OptimizerOfRun, overrides: Overrides) -> tuple[list[Manif
     others = _dealt_to_others(built, run)
     here = [each for each in built if each.main not in others]
     state = megabytes(_state_bytes(here, rows))
-    texts = [f"State, with fp32 copies of parameters: {state} MB.", *_plans(here, run.config.muon_tp_mode)]
+    texts = [f"State, with fp32 copies of parameters: {state} MB.", *_plans(here)]
     return rows, "\n\n".join(texts)
 
 
@@ -77,19 +78,16 @@ def _state_bytes(here: Sequence[OptimizerParameter], rows: Sequence[ManifestRow]
     return found
 
 
-def _plans(here: Sequence[OptimizerParameter], tp_mode: str) -> list[str]:
+def _plans(here: Sequence[OptimizerParameter]) -> list[str]:
     """The plan of each optimizer, which is left with the parameters of this rank."""
     texts = []
     mains = {each.main for each in here}
     for optimizer in dict.fromkeys(each.optimizer for each in here):
         for group in optimizer.param_groups:
             group["params"] = [parameter for parameter in group["params"] if parameter in mains]
-        if not isinstance(optimizer, BaseOptimizer):
-            continue
-        name = type(optimizer).__name__
-        engine = optimizer.engine_to_explain()
-        if engine is None:
-            texts.append(f"{name}: there is no plan, and its work and temporaries are not counted.")
-        else:
-            texts.append(f"{name}, tp_mode {tp_mode}\n{engine.explain()}")
+        if isinstance(optimizer, BaseOptimizer):
+            name = type(optimizer).__name__
+            if "tp_mode" in settings_of(type(optimizer)):
+                name += f", tp_mode {optimizer.tp_mode}"
+            texts.append(f"{name}\n{optimizer.plan()}")
     return texts

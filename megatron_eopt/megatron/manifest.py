@@ -38,7 +38,7 @@ from megatron_eopt.step.parameters import GROUPS, DescribedMatrix
 
 _TIED = {"output_layer.weight": "embedding.word_embeddings.weight"}
 _RMS = {"adam": ADAMW_RMS} | {row.name: row.update_rms for row in OPTIMIZERS.values()}
-_FULL_TENSORS = {"adam": 2, "sgd": 1}
+FULL_TENSORS = {"adam": 2, "sgd": 1}  # in fp32, of each parameter
 _SHOWN_ELSEWHERE = {"optimizer", "lr", "min_lr", "weight_decay", "exclude"}
 
 
@@ -206,7 +206,7 @@ def _state_bytes(info: ParameterInfo, updated: OptimizerParameter, name: str) ->
     optimizer = updated.optimizer
     main = updated.main
     if not isinstance(optimizer, BaseOptimizer):
-        return _FULL_TENSORS.get(name, 0) * elements * 4
+        return FULL_TENSORS.get(name, 0) * elements * 4
     if main is None:  # shards of Lion's momentum, which is in fp32 there
         return elements * 4
     total = 0

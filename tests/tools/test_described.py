@@ -61,12 +61,37 @@ def test_an_override_may_be_for_experts_of_other_ranks(tmp_path):
     assert sum(each.count for each in experts) == 2 * 2 * 2  # layers, matrices, experts of a rank
 
 
+def state_of(text):
+    """Bytes of state that a stage's text says."""
+    return float(re.match(r"State, .*: (\S+) MB", text)[1]) * 1e6
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--optimizer", "soap"],
+        ["--optimizer", "soap", "--soap-no-share-over-dp"],
+        ["--optimizer", "soap", *TP2],
+        ["--optimizer", "kl_shampoo", "--use-torch-fsdp2"],
+        ["--optimizer", "psgd_kron", *TP2],
+        ["--optimizer", "lion", *TP2],
+        [*MUON, "--optimizer-momentum-dtype", "bf16", "--optimizer-cpu-offload"],
+    ],
+    ids=["DP", "alone", "TP", "FSDP2", "psgd", "lion", "offloaded"],
+)
+def test_state_is_that_of_the_run(tmp_path, flags):
+    run = [*SHORT, *flags]
+    ranks, _ = train(tmp_path / "run", 2, *run)
+    [text] = planned_run([*map(str, [*SMALL_GPT, *run])], 2).stages
+    assert state_of(text) == pytest.approx(ranks[0]["state_bytes"], rel=0.01)
+
+
 def test_state_is_that_of_the_first_rank_of_each_stage():
     """With the fp32 copies of bf16 parameters; stages are alike but for embedding, output and the last norm."""
     flags = [*map(str, [*SMALL_GPT, *RUN, "--bf16", "--pipeline-model-parallel-size", 2])]
     run = planned_run(flags, 2)
     assert len(run.stages) == 2
-    held = [float(re.match(r"State, .*: (\S+) MB", text)[1]) * 1e6 for text in run.stages]
+    held = [*map(state_of, run.stages)]
     elements = sum(each.count * prod(each.like.shape) for each in run.families)
     state = sum(each.count * each.like.state_bytes for each in run.families)
     assert sum(held) == pytest.approx(state + 4 * elements, rel=0.01)

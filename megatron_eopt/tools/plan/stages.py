@@ -12,16 +12,18 @@ from megatron_eopt.megatron.assignment import assignments
 from megatron_eopt.megatron.dealing import balances, items_of
 from megatron_eopt.megatron.factory import OptimizerOfRun
 from megatron_eopt.megatron.fused import tag
-from megatron_eopt.megatron.manifest import rows_here
+from megatron_eopt.megatron.manifest import FULL_TENSORS, rows_here
 from megatron_eopt.megatron.overrides import Overrides, all_entries
 from megatron_eopt.megatron.wrappers import OptimizerParameter, optimizer_parameters
 from megatron_eopt.parallel.attributes import is_expert
 from megatron_eopt.parallel.deal import deal, snake_order
+from megatron_eopt.registry import name_of
 from megatron_eopt.routing import ManifestRow
 from megatron_eopt.screen import megabytes
 from megatron_eopt.settings.of_class import settings_of
 from megatron_eopt.step.base import BaseOptimizer
-from megatron_eopt.step.parameters import NAME, local
+from megatron_eopt.step.parameters import local
+from megatron_eopt.step.state import expected_shape
 
 
 def planned_stage(run: OptimizerOfRun, overrides: Overrides) -> tuple[list[ManifestRow], str]:
@@ -38,9 +40,9 @@ def planned_stage(run: OptimizerOfRun, overrides: Overrides) -> tuple[list[Manif
     rows = rows_here(built, run.assigned, run.config, run.groups, settled=False)
     others = _dealt_to_others(built, run)
     here = [each for each in built if each.main not in others]
-    state = megabytes(_state_bytes(here, rows))
-    texts = [f"State, with fp32 copies of parameters: {state} MB.", *_plans(here)]
-    return rows, "\n\n".join(texts)
+    plans = _plans(here)
+    state = megabytes(_state_bytes(here))
+    return rows, "\n\n".join([f"State, with fp32 copies of parameters: {state} MB.", *plans])
 
 
 def _build(run: OptimizerOfRun, overrides: dict[Any, Any]) -> list[OptimizerParameter]:
@@ -66,15 +68,20 @@ def _dealt_to_others(built: Sequence[OptimizerParameter], run: OptimizerOfRun) -
     return others
 
 
-def _state_bytes(here: Sequence[OptimizerParameter], rows: Sequence[ManifestRow]) -> float:
-    """Bytes of this rank."""
-    row_of = {row.name: row for row in rows}
-    found = 0.0
+def _state_bytes(here: Sequence[OptimizerParameter]) -> int:
+    """Bytes of this rank, of parameters dealt to it."""
+    found = 0
     for each in here:
-        row = row_of[getattr(each.model, NAME)]
         entries = local(each.model).numel()
-        copied = 4 if each.model.element_size() < 4 else 0
-        found += (row.state_bytes / prod(row.shape) + copied) * entries
+        if each.model.element_size() < 4:
+            found += 4 * entries
+        if not isinstance(each.optimizer, BaseOptimizer):  # others make their state in the first step
+            found += 4 * entries * FULL_TENSORS.get(name_of(each.optimizer), 0)
+            continue
+        assert each.main is not None, "a plan has no shards of buffers"
+        for tensor in each.optimizer.state_tensors(each.main):
+            shape = expected_shape(each.main, tensor, each.optimizer.matrix_layouts).on_this_rank
+            found += prod(shape) * (tensor.dtype or each.main.dtype).itemsize
     return found
 
 

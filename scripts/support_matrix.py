@@ -114,7 +114,7 @@ FEATURES = (
 def _distributed_optimizer(release: str) -> dict[str, Any]:
     """What ``--use-distributed-optimizer`` means: 0.20 lays buffers out for whole matrices, 0.19's ``pretrain`` not."""
     facts = {"layer_wise": True, "data_parallel": 2}
-    if releases.number(release) > releases.number(releases.SUPPORTED):
+    if releases.lays_out_containers(release):
         facts |= {"whole_matrices": True, "ddp.use_distributed_optimizer": True}
     return facts
 

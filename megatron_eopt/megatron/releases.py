@@ -26,6 +26,11 @@ def number(release: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
+def lays_out_containers(release: str) -> bool:
+    """Whether ``pretrain`` with a config container lays gradient buffers out for whole matrices, unless told not to."""
+    return number(release) > number(SUPPORTED)
+
+
 def version() -> str:
     """The imported release, without a commit after ``+``."""
     return str(megatron.core.__version__).partition("+")[0]

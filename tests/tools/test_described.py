@@ -76,14 +76,16 @@ def state_of(text):
         ["--optimizer", "psgd_kron", *TP2],
         ["--optimizer", "lion", *TP2],
         [*MUON, "--optimizer-momentum-dtype", "bf16", "--optimizer-cpu-offload"],
+        ["--optimizer", "soap", "--use-distributed-optimizer", "--bf16"],
     ],
-    ids=["DP", "alone", "TP", "FSDP2", "psgd", "lion", "offloaded"],
+    ids=["DP", "alone", "TP", "FSDP2", "psgd", "lion", "offloaded", "dealt"],
 )
 def test_state_is_that_of_the_run(tmp_path, flags):
     run = [*SHORT, *flags]
     ranks, _ = train(tmp_path / "run", 2, *run)
     [text] = planned_run([*map(str, [*SMALL_GPT, *run])], 2).stages
-    assert state_of(text) == pytest.approx(ranks[0]["state_bytes"], rel=0.01)
+    copies = [kept["main"].nbytes for kept in ranks[0]["after"].values() if "main" in kept]
+    assert state_of(text) == pytest.approx(ranks[0]["state_bytes"] + sum(copies), rel=0.01)
 
 
 def test_state_is_that_of_the_first_rank_of_each_stage():

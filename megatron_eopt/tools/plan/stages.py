@@ -14,6 +14,7 @@ from megatron_eopt.megatron.factory import OptimizerOfRun
 from megatron_eopt.megatron.fused import tag
 from megatron_eopt.megatron.manifest import FULL_TENSORS, rows_here
 from megatron_eopt.megatron.overrides import Overrides, all_entries
+from megatron_eopt.megatron.releases import lays_out_containers
 from megatron_eopt.megatron.wrappers import OptimizerParameter, optimizer_parameters
 from megatron_eopt.parallel.attributes import is_expert
 from megatron_eopt.parallel.deal import deal, snake_order
@@ -58,11 +59,11 @@ def _dealt_to_others(built: Sequence[OptimizerParameter], run: OptimizerOfRun) -
     if not run.facts.layer_wise:
         return others
     items, works = items_of(list(dict.fromkeys(each.optimizer for each in built)))
-    by_buffers = run.facts.args.use_layer_wise_param_layout
+    laid_out = run.facts.args.use_layer_wise_param_layout and lays_out_containers(run.facts.release)
     for group, of_experts in ((run.groups.dp_cp, False), (run.groups.expt_dp, True)):
         dealt = [parameter for parameter in items if is_expert(parameter) == of_experts]
         ranks: Sequence[int] = snake_order([parameter.numel() for parameter in dealt], group.size())
-        if balances(run.config, run.facts.args) and not by_buffers:
+        if balances(run.config, run.facts.args) and not laid_out:
             ranks = deal([items[parameter] for parameter in dealt], ranks, group.size(), works).ranks
         others.update(parameter for parameter, rank in zip(dealt, ranks, strict=True) if rank != group.rank())
     return others

@@ -89,6 +89,7 @@ _SHARED = (
         "share_over_dp",
         "Data-parallel ranks share the work on matrices, but for those of experts.",
         default=False,
+        execution=True,
     ),
     CliFlag(
         "scalar_optimizer",

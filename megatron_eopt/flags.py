@@ -23,6 +23,7 @@ class CliFlag:
     choices: tuple[str, ...] = ()
     field: str = ""  # of the config, where it has another name
     shared: bool = False  # by all optimizers of matrices that have the setting
+    execution: bool = False  # read by those optimizers alone that take an Execution
     megatrons: bool = False  # Megatron has the flag itself, so that it is not added
     metavar: str | None = None
     check: Check | None = None  # which values it may have

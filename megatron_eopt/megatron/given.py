@@ -69,8 +69,10 @@ def without_effect(name: str, flags: Iterable[CliFlag], built: Collection[str]) 
     for flag in flags:
         if (flag.megatrons and not all_known) or any(_reads(each, flag) for each in reading):
             continue
-        readers = f"--optimizer {' or '.join(each for each in names if _reads(each, flag))}"
-        ignored.setdefault(readers if flag.optimizer else "an optimizer of this package", []).append(flag.name)
+        readers = "an optimizer of this package"
+        if flag.optimizer or flag.execution:
+            readers = f"--optimizer {' or '.join(each for each in names if _reads(each, flag))}"
+        ignored.setdefault(readers, []).append(flag.name)
     return [
         f"{', '.join(those)} without effect, with --optimizer {name}: leave out, or take {readers}"
         for readers, those in ignored.items()
@@ -78,6 +80,8 @@ def without_effect(name: str, flags: Iterable[CliFlag], built: Collection[str]) 
 
 
 def _reads(name: str, flag: CliFlag) -> bool:
+    if flag.execution and name in OPTIMIZERS:
+        return OPTIMIZERS[name].takes("execution")
     if not flag.optimizer:
         return name not in _MEGATRONS
     if flag.optimizer in (name, OPTIMIZERS[name].betas if name in OPTIMIZERS else None):
@@ -125,7 +129,8 @@ def typed_of(message: str, args: Any) -> str:
 def refuse_idle_of_megatrons(args: Namespace) -> None:
     """Refuse our flags, and those of other optimizers, in a run with adam or sgd."""
     if args.optimizer in _MEGATRONS and hasattr(args, TYPED):
-        flags = dict.fromkeys([*typed_flags(args), *set_flags(args)])
+        found = dict.fromkeys([*typed_flags(args), *set_flags(args)])
+        flags = [flag for flag in found if flag.optimizer or not flag.megatrons]  # theirs of any optimizer, they read
         lines = without_effect(args.optimizer, flags, [args.optimizer])
         if lines:
             raise ValueError("\n".join(lines))

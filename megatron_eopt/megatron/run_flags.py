@@ -23,6 +23,7 @@ RUN_FLAGS = (  # whatever the optimizer
         default=Workspace.bytes / 2**30,
         metavar="GIB",
         check=ABOVE_0,
+        execution=True,
     ),
     CliFlag(
         "balanced_deal",
@@ -55,11 +56,12 @@ LATER = (  # flags of Megatron's since 0.20
     CliFlag("use_syrk", "", default=False, shared=True, megatrons=True, optimizer="muon"),
     CliFlag("split_glu", "", default=True, shared=True, megatrons=True, optimizer="muon"),
 )
-BESIDE = (  # flags of Megatron's for its own optimizers, of which some of ours read those of Adam
+BESIDE = (  # flags of Megatron's for its own optimizers, of which some of ours read some
     CliFlag("beta1", default=0.9, megatrons=True, optimizer="adam"),
     CliFlag("beta2", default=0.999, megatrons=True, optimizer="adam"),
     CliFlag("eps", default=1e-8, megatrons=True, optimizer="adam"),
     CliFlag("momentum", default=0.9, megatrons=True, optimizer="sgd"),
+    CliFlag("optimizer_cpu_offload", default=False, megatrons=True, execution=True),
 )
 OF_OPTIMIZERS = (*(flag for row in OPTIMIZERS.values() for flag in row.flags), *LATER, *BESIDE)
 FLAGS = (*(flag for flag in OF_OPTIMIZERS if not flag.megatrons), *RUN_FLAGS)

@@ -267,6 +267,10 @@ def build_of_row(row: OptimizerSpec, groups: list[Group], config: OptimizerConfi
     if row.owns == "all":
         return row.cls(groups, **_settings(config, row.cls))
     matrices, rest = _divided(row, groups, config)
+    if config.options.get("share_over_dp") and any(isinstance(p, DTensor) for p in parameters_in(matrices)):
+        raise ValueError(
+            "share_over_dp=True has no effect on DTensors, whose ranks each have all factors: leave it out of options"
+        )
     if isinstance(config.fused, str):
         raise ValueError(
             f"fused={config.fused!r} is for adamw, and the AdamW beside {config.name} is torch's: set True or False"

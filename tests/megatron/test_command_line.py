@@ -26,6 +26,7 @@ from megatron_eopt.megatron.factory import refuse_unwritable
 from megatron_eopt.megatron.given import (
     complete,
     idle_settings,
+    refuse_idle_of_megatrons,
     typed_flags,
     typed_of,
     warnings_of,
@@ -124,6 +125,11 @@ def config_as_frameworks_make_it(args, **fields):
         ("soap", "--muon-scale-mode shape_scaling --muon-no-split-qkv --muon-lr 0.1", {"--muon-scale-mode": "muon"}),
         ("muon", "--muon-momentum 0.3 --muon-scalar-optimizer lion --lion-beta1 0.8", {}),
         ("muon", "--sgd-momentum 0.3 --adam-beta2 0.95", {"--sgd-momentum": "sgd"}),
+        ("soap", "--optimizer-cpu-offload", {"--optimizer-cpu-offload": "muon"}),
+        ("lion", "--optimizer-workspace 1", {"--optimizer-workspace": "scion"}),
+        ("scion", "--optimizer-cpu-offload --optimizer-workspace 1 --muon-share-over-dp", {}),
+        ("soap", "--muon-share-over-dp", {"--muon-share-over-dp": "polargrad"}),
+        ("dion", "--muon-share-over-dp", {"--muon-share-over-dp": "polargrad"}),
     ],
 )
 def test_flags_without_effect_are_errors(parse, validate, optimizer, flags, idle):
@@ -140,6 +146,10 @@ def test_flags_without_effect_are_errors(parse, validate, optimizer, flags, idle
             validate("--optimizer", optimizer, *flags.split())
 
 
+def test_megatrons_adam_reads_megatrons_flag_of_offloading(parse):
+    refuse_idle_of_megatrons(parse("--optimizer", "adam", "--optimizer-cpu-offload"))
+
+
 OF_0_20 = {"muon_use_syrk": True, "muon_split_glu": False}
 
 
@@ -151,6 +161,7 @@ OF_0_20 = {"muon_use_syrk": True, "muon_split_glu": False}
         ("lion", {"lion_beta1": 0.5, "muon_momentum": 0.7}, ["--muon-momentum"]),
         ("soap", OF_0_20, []),
         ("lion", OF_0_20, ["--muon-use-syrk, --muon-no-split-glu"]),
+        ("soap", {"optimizer_cpu_offload": True}, ["--optimizer-cpu-offload"]),
     ],
 )
 def test_settings_without_effect_are_warned_of(parse, optimizer, changed, said):

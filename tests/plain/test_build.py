@@ -10,9 +10,13 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_eopt import Execution, Lion
 from megatron_eopt.family import OPTIMIZERS
@@ -428,6 +432,17 @@ def test_a_field_without_effect_is_refused(name, fields, without, caplog):
             build_optimizer(Model(), kind(name=name, **fields))
     build_optimizer(Model(), SimpleNamespace(name=name, **fields))  # as a parser's, which has all fields
     assert message in caplog.text
+
+
+def test_sharing_of_factors_of_dtensors_is_refused():
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        model = fully_shard(Model(), mesh=init_device_mesh("cpu", (2,)))
+        with pytest.raises(ValueError, match="share_over_dp=True has no effect on DTensors"):
+            build_optimizer(model, "soap", options={"share_over_dp": True})
+        build_optimizer(model, "soap", options={"share_over_dp": False})
+    finally:
+        dist.destroy_process_group()
 
 
 def test_defaults_of_a_dataclass_of_ones_own_are_not_set():

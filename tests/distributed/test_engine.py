@@ -88,7 +88,7 @@ def summed_and_gathered(rank, ranks):
     ]
     for numbers, collective in (([(), ()], "all_gather"), ([[0, 3, 0], [2, 1, 1]], "all_to_all")):
         counters.reset()
-        spread, alone = [*map(Spread, matrices, numbers), None], torch.tensor([[10.0 * rank]])
+        spread, alone = [*map(Spread, matrices, map(len, whole), numbers), None], torch.tensor([[10.0 * rank]])
         waits, gathered = finished(engine.gather_whole([*([x] for x in shards), [alone]], spread))
         own = [stack.split(of)[rank] if of else stack for stack, of in zip(whole, numbers, strict=True)]
         for (found,), expected in zip(gathered, [*own, alone], strict=True):

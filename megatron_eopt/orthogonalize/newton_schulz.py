@@ -24,7 +24,7 @@ from megatron_eopt.orthogonalize.forms import Iteration, Preset, Restarts
 Form = Literal["auto", "standard", "gram"]
 
 MAX_BYTES = 2**30  # most memory for the work on a chunk of a stack, unless a single matrix needs more
-IN_CACHE = 2**21  # the same on a CPU, whose cache keeps it from product to product
+REUSED_BYTES = 2**22  # whose memory a CPU takes again: for what is larger it may ask the system each time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,8 +198,8 @@ def _compiled(
     else:
         restarts = None
     on_cpu = device.type == "cpu"
-    most = min(settings.max_bytes, IN_CACHE) if on_cpu else settings.max_bytes
-    chunk = max(1, most // max(1, forms.iteration_bytes(rows, cols, restarts, used.itemsize)))
+    most = min(settings.max_bytes, REUSED_BYTES) if on_cpu else settings.max_bytes
+    of_one = forms.iteration_bytes(rows, cols, restarts, used.itemsize)
     return Iteration(
         schedule=schedule,
         restarts=restarts,
@@ -207,7 +207,8 @@ def _compiled(
         products=products_for(settings.products, device, used, precision),
         precision=precision if used in (torch.float16, torch.float32) else None,
         transposed=height > width,
-        chunk=chunk,
-        one_by_one=on_cpu and chunk == 1,
+        chunk=max(1, most // max(1, of_one)),
+        # from this short side on, a CPU multiplies matrices faster (by 5 to 15 %) one by one than stacked
+        one_by_one=on_cpu and used in (torch.float32, torch.bfloat16) and rows >= 256,
         propagate_nan=propagate_nan,
     )

@@ -11,14 +11,14 @@ import torch
 from torch.distributed import ProcessGroup
 
 from megatron_eopt.matrices import WHOLE, Split
-from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
+from megatron_eopt.orthogonalize.newton_schulz import REUSED_BYTES, NewtonSchulz
 from megatron_eopt.parallel.cost import Work
 from megatron_eopt.parallel.exchange import LayoutRuns, Shapes
 from megatron_eopt.parallel.layout import Layout, split_layout
 from megatron_eopt.parallel.plan_records import Bucket, Matrix, Plan, grouped
 from megatron_eopt.parallel.rectangles import Rectangle, Shape
 from megatron_eopt.parallel.schemes.whole import Job
-from megatron_eopt.parallel.workspace import BYTES_OF_ENTRY, REUSED_BYTES, Workspace, chunk_bytes
+from megatron_eopt.parallel.workspace import BYTES_OF_ENTRY, Workspace, chunk_bytes
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
 
+from megatron_eopt.orthogonalize.newton_schulz import REUSED_BYTES
 from megatron_eopt.parallel.collectives import all_reduce
 from megatron_eopt.parallel.plan_records import Matrix, grouped
-from megatron_eopt.parallel.workspace import REUSED_BYTES
 
 MOST_WIDE_BYTES = 2**26  # of a copy in fp64, unless a single row takes more
 

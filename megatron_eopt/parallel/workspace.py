@@ -13,7 +13,6 @@ from megatron_eopt.parallel.rectangles import cut_dimension
 IN_FLIGHT = 3  # buckets at work: one whose shards arrive, one that is computed, one whose results leave
 OFFLOADED_CHUNKS = 8  # at least, with state in host memory: the first, which is waited for, is small
 SMALL_CHUNK = 8  # part of the workspace: less takes longer to launch than to copy
-REUSED_BYTES = 2**22  # of a copy whose memory a CPU takes again: what is larger it asks the system for each time
 BYTES_OF_ENTRY = 24  # most bytes of an entry in hooks: copies of gradient, momentum, direction and update
 
 

@@ -110,7 +110,7 @@ class Spread:
     """How equal matrices are spread over a group."""
 
     matrix: Matrix  # one of them, with entries, cut or held in copies
-    count: int
+    count: int  # how many there are
     numbers: Sequence[int]  # how many each rank works on, in order; empty where each rank works on all
 
 
